@@ -1,0 +1,88 @@
+"""The ``warmcast`` command: finds its subcommands, and turns errors into one line.
+
+A subcommand is an entry point in the group ``warmcast.commands``: a function that typer
+understands. Only the one that is called is imported, so that no command pays for another's
+libraries. Exit codes: 0, 1 for a failed job, 2 for wrong usage, 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.metadata import EntryPoint, entry_points, version
+
+import typer
+from warmcast.manifests.errors import UsageError, WarmcastError
+
+GROUP = "warmcast.commands"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit; ``--debug``, anywhere in it, shows tracebacks."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in words
+    words = [word for word in words if word != "--debug"]
+    try:
+        code = run(words)
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        _complain("interrupted; what was begun can be run again")
+        code = 130
+    except Exception as cause:  # the last handler of a process
+        if debug:
+            raise
+        code = explain(cause)
+    sys.exit(code)
+
+
+def explain(cause: Exception) -> int:
+    """Print one line for an error; the exit code that goes with it."""
+    if isinstance(cause, WarmcastError):
+        _complain(str(cause))
+        return cause.exit_code
+    format_message = getattr(cause, "format_message", None)
+    if callable(format_message):  # the argument parser's own errors, whichever parser typer has
+        _complain(f"{format_message()} (see --help)")
+        return int(getattr(cause, "exit_code", 2))
+    line = " ".join(str(cause).split()) or "no message"
+    _complain(f"{type(cause).__name__}: {line} (a bug, or a case we missed: --debug shows where)")
+    return 1
+
+
+def run(words: Sequence[str]) -> int:
+    """Run one subcommand; its exit code. Errors of ours pass through."""
+    commands = {entry.name: entry for entry in entry_points(group=GROUP)}
+    if list(words) == ["--version"]:
+        print(f"warmcast {version('warmcast')}")
+        return 0
+    if words and not words[0].startswith("-") and words[0] not in commands:
+        raise UsageError(
+            "warmcast", expected=f"a command of {', '.join(sorted(commands))}", found=repr(words[0])
+        )
+    # Help over all commands needs all of them; anything else needs the one that is called.
+    wanted = [commands[words[0]]] if words and words[0] in commands else list(commands.values())
+    result = _app(wanted)(list(words), prog_name="warmcast", standalone_mode=False)
+    return result if isinstance(result, int) else 0
+
+
+def _app(entries: Sequence[EntryPoint]) -> typer.Typer:
+    app = typer.Typer(
+        name="warmcast",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+
+    @app.callback()
+    def root() -> None:
+        """Verified weights from the fastest place that has them."""
+
+    for entry in sorted(entries, key=lambda e: e.name):
+        app.command(entry.name)(entry.load())
+    return app
+
+
+def _complain(line: str) -> None:
+    print(f"warmcast: {line}", file=sys.stderr)

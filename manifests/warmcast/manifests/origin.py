@@ -1,0 +1,251 @@
+"""The origin: blobs, manifests and refs over an :class:`ObjectStore`.
+
+    blobs/sha256/ab/abcd…              a file's bytes; immutable
+    manifests/sha256/<digest>.json     immutable
+    refs/<model>/<name>.json           {manifest, previous, updated_at}; compare-and-swap only
+    upstreams/<key>.json               what an upstream called a file, and which blobs it became
+    truths/<identity>.json             the truth of a state that was changed after loading
+
+A ref is written ``model@name`` (``minilm@prod``); a manifest may also be named by its digest. A
+blob, once visible, is whole and correct; a ref, once moved, names a manifest whose blobs are all
+there, because publishing moves the ref last.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Annotated, Any, BinaryIO
+
+from pydantic import StringConstraints
+from warmcast.manifests.canonical import canonical_json, parse_json
+from warmcast.manifests.deadline import Deadline
+from warmcast.manifests.errors import (
+    InvalidManifest,
+    NotFound,
+    PreconditionFailed,
+    UsageError,
+)
+from warmcast.manifests.manifest import Manifest, Record, Sha256, parse_manifest, parse_record
+from warmcast.manifests.stores import ObjectInfo, ObjectStore, open_store
+
+_PART = r"[A-Za-z0-9][A-Za-z0-9._+-]*"
+_REF = re.compile(rf"({_PART}(?:/{_PART})*)@({_PART})")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class RefRecord(Record):
+    """Where a ref points, and where it pointed before."""
+
+    manifest: Sha256
+    previous: Sha256 | None
+    updated_at: Annotated[str, StringConstraints(max_length=40)]
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A named, movable pointer to a manifest: ``model@name``."""
+
+    model: str
+    name: str
+
+    @classmethod
+    def parse(cls, text: str) -> Ref:
+        """Parse ``model@name``; raises :class:`UsageError`."""
+        match = _REF.fullmatch(text)
+        if match is None or len(text) > 400:
+            raise UsageError(
+                "ref", expected="model@name of letters, digits and . _ + -", found=repr(text)
+            )
+        return cls(match[1], match[2])
+
+    @property
+    def key(self) -> str:
+        """The ref's key in the origin."""
+        return f"refs/{self.model}/{self.name}.json"
+
+    def __str__(self) -> str:
+        return f"{self.model}@{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class RefState:
+    """A ref as it was read: its record, and the etag that a compare-and-swap has to name."""
+
+    ref: Ref
+    record: RefRecord
+    etag: str
+
+
+class Origin:
+    """Blobs, manifests and refs. Safe for use from several threads, as its store is."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self.store = store
+
+    @classmethod
+    def open(cls, url: str) -> Origin:
+        """Open the origin at a store's URL."""
+        if not url:
+            raise UsageError("origin", expected="a URL", found="nothing", do="set WARMCAST_ORIGIN")
+        return cls(open_store(url))
+
+    @property
+    def url(self) -> str:
+        """The store's URL."""
+        return self.store.url
+
+    def close(self) -> None:
+        """Give back the store's connections."""
+        self.store.close()
+
+    def __enter__(self) -> Origin:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # Blobs
+
+    def blob_info(self, sha256: str, deadline: Deadline) -> ObjectInfo | None:
+        """What the store says of a blob; None if the origin does not have it."""
+        return self.store.head(blob_key(sha256), deadline)
+
+    def put_blob(
+        self,
+        sha256: str,
+        source: BinaryIO,
+        size: int,
+        crc32c: int,
+        deadline: Deadline,
+        progress: Callable[[int], None] | None = None,
+    ) -> bool:
+        """Write a blob if the origin does not have it; whether bytes were moved."""
+        return self.store.upload(
+            blob_key(sha256), source, size, crc32c, deadline, progress=progress
+        )
+
+    def read_blob(self, sha256: str, offset: int, buffer: memoryview, deadline: Deadline) -> None:
+        """Fill ``buffer`` with a blob's bytes from ``offset``; the bytes are not checked here."""
+        self.store.read_into(blob_key(sha256), offset, buffer, deadline)
+
+    # Manifests
+
+    def put_manifest(self, manifest: Manifest, deadline: Deadline) -> None:
+        """Write a manifest under its digest."""
+        self.store.create(_manifest_key(manifest.digest), manifest.data, deadline)
+
+    def manifest(self, digest: str, deadline: Deadline) -> Manifest:
+        """Read, check and return the manifest of a digest (64 hex digits)."""
+        if not _DIGEST.fullmatch(digest):
+            raise UsageError("manifest digest", expected="64 hex digits", found=repr(digest))
+        data, _ = self.store.read(_manifest_key(digest), deadline)
+        return parse_manifest(data, digest, f"manifest {digest[:12]}")
+
+    def resolve(self, name: str, deadline: Deadline) -> Manifest:
+        """The manifest that a ref (``model@name``) or a digest names.
+
+        Raises :class:`NotFound` with the nearest names if there is no such ref.
+        """
+        if _DIGEST.fullmatch(name):
+            return self.manifest(name, deadline)
+        ref = Ref.parse(name)
+        state = self.ref(ref, deadline)
+        if state is None:
+            raise NotFound(
+                f"ref {name!r}",
+                expected=f"a ref in {self.url}",
+                found=self._nearest(ref, deadline),
+                do="deploy it, or name another",
+            )
+        return self.manifest(state.record.manifest, deadline)
+
+    # Refs
+
+    def ref(self, ref: Ref, deadline: Deadline) -> RefState | None:
+        """Where a ref points; None if there is no such ref."""
+        try:
+            data, etag = self.store.read(ref.key, deadline, limit=1 << 16)
+        except NotFound:
+            return None
+        record = parse_json(data, f"ref {ref}", InvalidManifest)
+        return RefState(ref, parse_record(RefRecord, record, f"ref {ref}"), etag)
+
+    def refs(self, deadline: Deadline) -> Iterator[Ref]:
+        """All refs, in order."""
+        for info in self.store.list("refs/", deadline):
+            with suppress(UsageError):
+                model, _, file = info.key.removeprefix("refs/").rpartition("/")
+                yield Ref.parse(f"{model}@{file.removesuffix('.json')}")
+
+    def move_ref(
+        self, ref: Ref, manifest: str, before: RefState | None, deadline: Deadline
+    ) -> None:
+        """Point a ref at a manifest, if it still stands as ``before`` says.
+
+        Raises :class:`PreconditionFailed` if somebody else moved it first.
+        """
+        record = RefRecord(
+            manifest=manifest,
+            previous=before.record.manifest if before else None,
+            updated_at=now(),
+        )
+        try:
+            self.store.replace(
+                ref.key,
+                canonical_json(record.model_dump(mode="json")),
+                before.etag if before else None,
+                deadline,
+            )
+        except PreconditionFailed:
+            raise PreconditionFailed(
+                f"ref {ref}",
+                expected="to be as it was when this deploy began",
+                found="another deploy moved it",
+                do="deploy again if yours is the one that should stand",
+            ) from None
+
+    # Records beside them
+
+    def record(self, kind: str, key: str, deadline: Deadline) -> Any | None:
+        """A JSON record (``kind`` is ``upstreams`` or ``truths``); None if there is none."""
+        try:
+            data, _ = self.store.read(f"{kind}/{key}.json", deadline)
+        except NotFound:
+            return None
+        return parse_json(data, f"{kind}/{key}", InvalidManifest)
+
+    def put_record(self, kind: str, key: str, value: Any, deadline: Deadline) -> bool:
+        """Write a JSON record if there is none; whether it was written."""
+        return self.store.create(f"{kind}/{key}.json", canonical_json(value), deadline)
+
+    def _nearest(self, ref: Ref, deadline: Deadline) -> str:
+        names = [str(r) for r in self.refs(deadline)]
+        close = difflib.get_close_matches(str(ref), names, n=3, cutoff=0.4)
+        if close:
+            return f"none; nearest are {', '.join(close)}"
+        return f"none of {len(names)}" if names else "no refs at all"
+
+
+def blob_key(sha256: str) -> str:
+    """A blob's key in the store."""
+    return f"blobs/sha256/{sha256[:2]}/{sha256}"
+
+
+def now() -> str:
+    """The time in UTC as records write it, to the second."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _manifest_key(digest: str) -> str:
+    return f"manifests/sha256/{digest}.json"
