@@ -125,7 +125,7 @@ class Layout(Record):
 class Manifest(Record):
     """The record of one deployment. Build it with :func:`build_manifest`."""
 
-    schema_: Literal[1] = Field(1, validation_alias="schema", serialization_alias="schema")
+    schema_: Literal[1] = Field(default=1, validation_alias="schema", serialization_alias="schema")
     model: Name
     revision: str
     upstream: str
