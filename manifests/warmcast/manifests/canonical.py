@@ -1,8 +1,9 @@
 """Canonical JSON, and the digests taken over it.
 
 One value has one spelling: keys sorted by code point, no spaces, UTF-8 without escapes for
-non-ASCII, floats finite and in their shortest decimal form (Python's ``repr``), no repeated keys.
-Two machines that mean the same thing therefore compute the same digest.
+non-ASCII, integers of up to 64 bits, floats finite and in their shortest decimal form (Python's
+``repr``; ``1.0`` is not ``1``), no repeated keys, no lone surrogates, at most 100 levels. Two
+machines that mean the same thing therefore compute the same digest.
 """
 
 from __future__ import annotations
@@ -10,21 +11,26 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from warmcast.manifests.errors import InvalidData
 
+_MAX_DEPTH = 100
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
 
 def canonical_json(value: Any) -> bytes:
     """The canonical UTF-8 spelling of a JSON value.
 
-    Raises :class:`InvalidData` for what JSON does not know: keys that are no strings, NaN,
-    infinities, other types.
+    Raises :class:`InvalidData`, naming the place, for what has no such spelling: keys that are no
+    strings, NaN, infinities, lone surrogates, integers over 64 bits, other types.
     """
-    _check(value, "value")
+    plain = _plain(value, "value", _MAX_DEPTH)
     return json.dumps(
-        value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+        plain, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
     ).encode("utf-8")
 
 
@@ -34,7 +40,11 @@ def digest(value: Any) -> str:
 
 
 def parse_json(data: bytes | memoryview, what: str, error: type[InvalidData] = InvalidData) -> Any:
-    """Parse JSON that came from outside; a key that stands twice is an error, not a lost value."""
+    """Parse JSON that came from outside, raising ``error`` for whatever is not plain JSON.
+
+    A key that stands twice is an error, not a lost value; so are NaN, infinities, numbers too
+    large for a float and lone surrogates, which Python's parser lets pass.
+    """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
@@ -44,28 +54,62 @@ def parse_json(data: bytes | memoryview, what: str, error: type[InvalidData] = I
             raise error(what, expected="unique keys", found=f"the key {twice!r} twice")
         return result
 
+    def finite(text: str) -> float:
+        number = float(text)
+        if not math.isfinite(number):
+            raise error(what, expected="finite numbers", found=text)
+        return number
+
     try:
-        return json.loads(bytes(data).decode("utf-8"), object_pairs_hook=unique)
+        text = bytes(data).decode("utf-8")
+        value = json.loads(
+            text, object_pairs_hook=unique, parse_float=finite, parse_constant=finite
+        )
+        if _ESCAPED_SURROGATE.search(text):
+            _refuse_surrogates(value, what, error)
     except RecursionError:
         raise error(what, expected="JSON of sane depth", found="JSON nested too deeply") from None
     except (UnicodeDecodeError, ValueError) as cause:
         if isinstance(cause, error):
             raise
         raise error(what, expected="JSON in UTF-8", found=str(cause)) from None
+    return value
 
 
-def _check(value: Any, where: str) -> None:
-    if value is None or isinstance(value, (bool, int, str)):
-        return
-    if isinstance(value, float) and math.isfinite(value):
-        return
-    if isinstance(value, Mapping):
+def _refuse_surrogates(value: Any, what: str, error: type[InvalidData]) -> None:
+    if isinstance(value, dict):
         for key, item in value.items():
+            _refuse_surrogates(key, what, error)
+            _refuse_surrogates(item, what, error)
+    elif isinstance(value, list):
+        for item in value:
+            _refuse_surrogates(item, what, error)
+    elif isinstance(value, str) and _SURROGATE.search(value):
+        raise error(what, expected="Unicode text", found=f"a lone surrogate in {value!r}")
+
+
+def _plain(value: Any, where: str, depth: int) -> Any:
+    """``value`` in the types that :mod:`json` writes, each checked."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        if _SURROGATE.search(value):
+            raise InvalidData(where, expected="Unicode text", found=f"a surrogate in {value!r}")
+        return value
+    if isinstance(value, int):
+        if not -(1 << 63) <= value < 1 << 64:
+            raise InvalidData(where, expected="an integer of up to 64 bits", found=hex(value))
+        return value
+    if isinstance(value, float) and math.isfinite(value):
+        return value
+    if not isinstance(value, (Mapping, list, tuple)):
+        raise InvalidData(where, expected="a JSON value", found=repr(value))
+    if depth == 0:
+        raise InvalidData(where, expected=f"at most {_MAX_DEPTH} levels", found="more")
+    if isinstance(value, Mapping):
+        for key in value:
             if not isinstance(key, str):
                 raise InvalidData(where, expected="string keys", found=repr(key))
-            _check(item, f"{where}.{key}")
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            _check(item, f"{where}[{index}]")
-    else:
-        raise InvalidData(where, expected="a JSON value", found=repr(value)[:40])
+            _plain(key, where, depth)
+        return {key: _plain(item, f"{where}.{key}", depth - 1) for key, item in value.items()}
+    return [_plain(item, f"{where}[{index}]", depth - 1) for index, item in enumerate(value)]

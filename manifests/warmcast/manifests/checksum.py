@@ -15,13 +15,16 @@ import base64
 import binascii
 import ctypes
 import importlib
+import re
 from collections.abc import Callable
+from functools import lru_cache
 
 import google_crc32c
 from warmcast.manifests.errors import InvalidData
 
 _POLYNOMIAL = 0x82F63B78
 _COPY = 1 << 20
+_HEX = re.compile("[0-9a-f]{8}")
 
 
 def _find_extend() -> Callable[[int, int, int], int] | None:
@@ -75,17 +78,13 @@ _release_buffer.restype = None
 def crc32c(data: bytes | bytearray | memoryview, value: int = 0) -> int:
     """The CRC32C of a contiguous buffer's bytes, going on from ``value``.
 
-    Raises ``BufferError`` if the buffer is not contiguous.
+    Raises ``BufferError`` if the buffer is not C-contiguous.
     """
-    if _extend is None:
-        view = memoryview(data).cast("B")
-        for start in range(0, len(view), _COPY):
-            value = google_crc32c.extend(value, bytes(view[start : start + _COPY]))
-        return value
     buffer = _Buffer()
-    _get_buffer(data, ctypes.byref(buffer), 0)
+    # A memoryview refuses a strided buffer with BufferError, whatever its exporter would raise.
+    _get_buffer(memoryview(data), ctypes.byref(buffer), 0)
     try:
-        return _extend(value, buffer.buf or 0, buffer.len)
+        return crc32c_at(buffer.buf or 0, buffer.len, value)
     finally:
         _release_buffer(ctypes.byref(buffer))
 
@@ -95,6 +94,8 @@ def crc32c_at(address: int, nbytes: int, value: int = 0) -> int:
 
     For tensors, whose memory is known by pointer. The caller keeps the memory alive.
     """
+    if nbytes < 0:
+        raise ValueError(f"expected a length in bytes, found {nbytes}")
     if _extend is not None:
         return _extend(value, address, nbytes)
     for start in range(0, nbytes, _COPY):
@@ -134,17 +135,20 @@ def combine(first: int, second: int, second_nbytes: int) -> int:
     The algebra is zlib's ``crc32_combine``: A's checksum is advanced by B's length, a product
     with x**(8 * length) modulo the polynomial, in O(log length).
     """
-    if second_nbytes == 0:
-        return first
+    return _multiply(_x_to_the_bits_of(second_nbytes), first) ^ second if first else second
+
+
+@lru_cache(maxsize=1024)  # the chunks of a file are of one length
+def _x_to_the_bits_of(nbytes: int) -> int:
+    """x**(8 * nbytes) modulo the polynomial."""
     shift = 3  # 2**3 bits a byte
     power = 1 << 31  # x**0, reflected
-    length = second_nbytes
-    while length:
-        if length & 1:
+    while nbytes:
+        if nbytes & 1:
             power = _multiply(_X_TO_THE_2_TO_THE[shift], power)
-        length >>= 1
+        nbytes >>= 1
         shift += 1
-    return _multiply(power, first) ^ second if first else second
+    return power
 
 
 def to_hex(value: int) -> str:
@@ -153,7 +157,9 @@ def to_hex(value: int) -> str:
 
 
 def from_hex(text: str) -> int:
-    """The checksum that :func:`to_hex` wrote."""
+    """The checksum that :func:`to_hex` wrote; :class:`InvalidData` if it is none."""
+    if not _HEX.fullmatch(text):
+        raise InvalidData("CRC32C", expected="8 lower-case hex digits", found=repr(text))
     return int(text, 16)
 
 

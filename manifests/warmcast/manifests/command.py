@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points, version
 
 import typer
-from warmcast.manifests.errors import UsageError, WarmcastError
+from warmcast.manifests.errors import UsageError, WarmcastError, one_line
 
 GROUP = "warmcast.commands"
+_INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -28,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if debug:
             raise
         _complain("interrupted; what was begun can be run again")
-        code = 130
+        code = _INTERRUPTED
     except Exception as cause:  # the last handler of a process
         if debug:
             raise
@@ -45,7 +46,11 @@ def explain(cause: Exception) -> int:
     if callable(format_message):  # the argument parser's own errors, whichever parser typer has
         _complain(f"{format_message()} (see --help)")
         return int(getattr(cause, "exit_code", 2))
-    line = " ".join(str(cause).split()) or "no message"
+    if isinstance(cause, OSError) and cause.strerror:
+        named = "" if cause.filename is None else f"{cause.filename}: "
+        _complain(one_line(f"{named}{cause.strerror}"))
+        return 1
+    line = one_line(cause) or "no message"
     _complain(f"{type(cause).__name__}: {line} (a bug, or a case we missed: --debug shows where)")
     return 1
 
@@ -62,7 +67,12 @@ def run(words: Sequence[str]) -> int:
         )
     # Help over all commands needs all of them; anything else needs the one that is called.
     wanted = [commands[words[0]]] if words and words[0] in commands else list(commands.values())
-    result = _app(wanted)(list(words), prog_name="warmcast", standalone_mode=False)
+    try:
+        result = _app(wanted)(list(words), prog_name="warmcast", standalone_mode=False)
+    except typer.Abort as cause:
+        raise KeyboardInterrupt from cause
+    if result == _INTERRUPTED:  # what typer makes of Ctrl-C
+        raise KeyboardInterrupt
     return result if isinstance(result, int) else 0
 
 

@@ -39,7 +39,7 @@ class Deadline:
         return Deadline(min(self.at, time.monotonic() + seconds))
 
     def share(self, fraction: float) -> Deadline:
-        """A deadline after ``fraction`` (0 to 1) of the time left, to leave some for what follows."""
+        """A deadline after ``fraction`` (0 to 1) of the time left, so that some remains."""
         return self if math.isinf(self.at) else self.within(self.remaining() * fraction)
 
     def check(self, doing: str) -> None:

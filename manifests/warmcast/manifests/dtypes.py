@@ -6,6 +6,8 @@ tensor of them must still fill whole bytes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 BITS: dict[str, int] = {
     "BOOL": 8,
     "F4": 4,
@@ -31,6 +33,20 @@ BITS: dict[str, int] = {
     "U64": 64,
 }
 """Bits an element, by the dtype's name in a header."""
+
+
+MAX_NUMEL = 1 << 62
+"""The most elements that a shape may have; sizes and offsets in bytes stay below it too."""
+
+
+def numel(shape: Sequence[int]) -> int | None:
+    """The elements of a shape, or None where its lengths multiply to more than any memory."""
+    count = 1
+    for length in shape:
+        count *= length
+        if count > MAX_NUMEL:
+            return None
+    return count
 
 
 def nbytes(dtype: str, numel: int) -> int | None:

@@ -15,10 +15,23 @@
         ├── StoreFull             no space, or no quota, is left
         └── StoreUnreachable      no answer in time, or a connection that broke
 
-A message is one line with what was expected, what was found and what to do.
+A message is one line with what was expected, what was found and what to do; whatever came from
+outside stands in it short and printable.
 """
 
 from __future__ import annotations
+
+_LONGEST = 500
+
+
+def one_line(text: object) -> str:
+    """``text`` as part of a message: one line, at most 500 characters, only printable ones.
+
+    Names and values from hostile files reach terminals and logs through here.
+    """
+    words = str(text)[: 2 * _LONGEST].split()
+    line = "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in " ".join(words))
+    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…"
 
 
 class WarmcastError(Exception):
@@ -40,15 +53,12 @@ class WarmcastError(Exception):
         and ``do`` (what the reader should do now) are left out where they add nothing.
         """
         parts = [
-            f"{label} {value}"
+            f"{label} {one_line(value)}"
             for label, value in (("expected", expected), ("found", found))
             if value is not None
         ]
-        message = f"{what}: {', '.join(parts)}" if parts else what
-        if do:
-            message = f"{message}; {do}"
-        # A value that came from outside may hold line breaks; the message stays one line.
-        super().__init__(" ".join(message.split()))
+        message = f"{one_line(what)}: {', '.join(parts)}" if parts else one_line(what)
+        super().__init__(f"{message}; {one_line(do)}" if do else message)
 
 
 class UsageError(WarmcastError):

@@ -12,6 +12,7 @@ was made to harm ends in :class:`InvalidHeader` naming the file and the tensor.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +24,6 @@ from warmcast.manifests.errors import InvalidHeader
 
 MAX_NBYTES = 100_000_000
 """The longest header that is read, in bytes; the limit of the format's own library."""
-
-_MAX_SIZE = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,14 @@ def parse_header(raw: bytes, size: int, where: str) -> Header:
     """Parse ``raw``, a file's first 8 + N bytes; ``size`` is the whole file's length in bytes."""
     length = header_nbytes(raw, size, where)
     text = raw[8 : 8 + length]
-    if len(text) != length or text[:1] != b"{":
+    if len(text) != length:
+        raise InvalidHeader(
+            where,
+            expected=f"{length:,} bytes of header",
+            found=f"{len(text):,}",
+            do="the file is cut off; fetch it again",
+        )
+    if text[:1] != b"{":
         raise InvalidHeader(where, expected="a header that starts with '{'", found=repr(text[:8]))
     record = parse_json(text, where, InvalidHeader)
     metadata = record.pop("__metadata__", {})
@@ -109,9 +115,9 @@ def parse_header(raw: bytes, size: int, where: str) -> Header:
 
 
 def read_header(path: Path) -> Header:
-    """Read and parse the header of a safetensors file on disk."""
-    size = path.stat().st_size
+    """Read and parse the header of a safetensors file on disk; no more than the header is read."""
     with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
         prefix = file.read(8)
         length = header_nbytes(prefix, size, str(path))
         return parse_header(prefix + file.read(length), size, str(path))
@@ -130,11 +136,9 @@ def _tensor(name: str, entry: Any, data_begin: int, where: str) -> HeaderTensor:
         raise InvalidHeader(where, expected="a shape of sizes", found=repr(shape)[:80])
     if not _sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise InvalidHeader(where, expected="data_offsets [begin, end]", found=repr(offsets)[:80])
-    numel = 1
-    for length in shape:
-        numel *= length
-        if numel > _MAX_SIZE:
-            raise InvalidHeader(where, expected="a shape that fits memory", found=str(shape)[:80])
+    numel = dtypes.numel(shape)
+    if numel is None:
+        raise InvalidHeader(where, expected="a shape that fits memory", found=str(shape)[:80])
     needed = dtypes.nbytes(dtype, numel)
     begin, end = offsets
     if needed != end - begin:
@@ -151,5 +155,5 @@ def _tensor(name: str, entry: Any, data_begin: int, where: str) -> HeaderTensor:
 def _sizes(value: Any) -> bool:
     """Whether a JSON value is a list of lengths (``True`` is an int in Python, but no length)."""
     return isinstance(value, list) and all(
-        isinstance(v, int) and not isinstance(v, bool) and 0 <= v <= _MAX_SIZE for v in value
+        isinstance(v, int) and not isinstance(v, bool) and 0 <= v <= dtypes.MAX_NUMEL for v in value
     )

@@ -41,7 +41,7 @@ class Mesh:
 
     dimensions: tuple[tuple[str, int], ...] = ()
     coordinates: tuple[tuple[int, ...], ...] = ((),)
-    plan: Mapping[str, str] = field(default_factory=dict)
+    plan: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.dimensions]
@@ -49,6 +49,8 @@ class Mesh:
             raise UsageError(
                 "mesh", expected="dimensions of distinct names, 1 or longer", found=self.dimensions
             )
+        if not self.coordinates:
+            raise UsageError("mesh", expected="at least one rank", found="none")
         for rank, coordinate in enumerate(self.coordinates):
             if len(coordinate) != len(names) or not all(
                 0 <= place < size

@@ -16,12 +16,22 @@ because a gap, an overlap or a wrong size would end as wrong bytes in a tensor.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
 from functools import cached_property
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+)
 from warmcast.manifests.canonical import canonical_json, digest, parse_json
+from warmcast.manifests.dtypes import MAX_NUMEL
 from warmcast.manifests.errors import IntegrityError, InvalidData, InvalidManifest
 from warmcast.manifests.identity import Mesh, model_key
 from warmcast.manifests.rules import check_manifest
@@ -29,12 +39,25 @@ from warmcast.manifests.rules import check_manifest
 CHUNK_SIZE = 16 * 1024 * 1024
 """Bytes of a file under one chunk checksum, in manifests that we write."""
 
-_MAX = 1 << 62
+TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
+"""How records write a time: UTC, to the second."""
+
+
+def _time(text: str) -> str:
+    try:
+        spelled = datetime.strptime(text, TIME_FORMAT).strftime(TIME_FORMAT)
+    except ValueError:
+        spelled = None
+    if text != spelled:
+        raise ValueError("a UTC time like 2026-01-31T23:59:59Z")
+    return text
+
 
 Crc32c = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{8}$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Sample = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
-Size = Annotated[int, Field(ge=0, le=_MAX, strict=True)]
+Size = Annotated[int, Field(ge=0, le=MAX_NUMEL, strict=True)]
+Time = Annotated[str, AfterValidator(_time)]
 Name = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
 
 
@@ -129,7 +152,7 @@ class Manifest(Record):
     model: Name
     revision: str
     upstream: str
-    created_at: Annotated[str, StringConstraints(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ$")]
+    created_at: Time
     chunk_size: Annotated[int, Field(ge=4096, le=1 << 40, strict=True)]
     files: tuple[FileEntry, ...]
     tensors: tuple[TensorEntry, ...]
@@ -186,23 +209,30 @@ def build_manifest(
     layouts: Iterable[Layout] = (),
     chunk_size: int = CHUNK_SIZE,
 ) -> Manifest:
-    """Build a manifest, computing its keys, and hold it to the rules that parsing checks."""
+    """Build a manifest, computing its keys, and hold it to the rules that parsing checks.
+
+    Files may come in any order. Raises :class:`InvalidManifest`, naming the field.
+    """
     files = tuple(sorted(files, key=lambda f: f.path))
-    manifest = Manifest(
-        model=model,
-        revision=revision,
-        upstream=upstream,
-        created_at=created_at,
-        chunk_size=chunk_size,
-        files=files,
-        tensors=tuple(tensors),
-        tied=tuple(tied),
-        config=dict(config),
-        config_hash=digest(dict(config)),
-        model_key=_model_key(config, files),
-        layouts=tuple(layouts),
-    )
-    check_manifest(manifest, "manifest")
+    with _as_invalid_manifest("manifest"):
+        # Through its own spelling, so that what is parsed later equals what was built.
+        plain: dict[str, Any] = parse_json(canonical_json(config), "config")
+        manifest = Manifest(
+            model=model,
+            revision=revision,
+            upstream=upstream,
+            created_at=created_at,
+            chunk_size=chunk_size,
+            files=files,
+            tensors=tuple(tensors),
+            tied=tuple(tied),
+            config=plain,
+            config_hash=digest(plain),
+            model_key=_model_key(plain, files),
+            layouts=tuple(layouts),
+        )
+        check_manifest(manifest, "manifest")
+        manifest.data  # noqa: B018 - spelled now, so that it cannot fail later
     return manifest
 
 
@@ -212,26 +242,35 @@ def parse_manifest(
     """Parse and check a manifest's bytes.
 
     Raises :class:`IntegrityError` if their SHA-256 is not ``expected_digest``, and
-    :class:`InvalidManifest`, naming the field, for whatever else is wrong.
+    :class:`InvalidManifest`, naming the field, for whatever else is wrong: another spelling than
+    the canonical one too, because a manifest would then have two digests.
     """
     if expected_digest is not None:
         found = hashlib.sha256(data).hexdigest()
         if found != expected_digest:
             raise IntegrityError(
-                f"{where}: digest", expected=expected_digest, found=found, do="deploy it again"
+                f"{where}: digest",
+                expected=expected_digest,
+                found=found,
+                do="the stored copy is damaged; delete it and deploy again",
             )
     record = parse_json(data, where, InvalidManifest)
     if not isinstance(record, dict):
         raise InvalidManifest(where, expected="a JSON object", found=type(record).__name__)
-    if record.get("schema") != 1:
+    schema = record.get("schema")
+    if type(schema) is not int or schema != 1:
         raise InvalidManifest(
             f"{where}: schema",
             expected=1,
-            found=repr(record.get("schema"))[:40],
-            do="upgrade warmcast",
+            found=repr(schema),
+            do="upgrade warmcast" if isinstance(schema, int) and schema > 1 else None,
         )
     manifest = parse_record(Manifest, record, where)
     check_manifest(manifest, where)
+    if manifest.data != data:
+        raise InvalidManifest(
+            where, expected="canonical JSON with every field", found="another spelling"
+        )
     return manifest
 
 
@@ -240,14 +279,25 @@ R = TypeVar("R", bound=Record)
 
 def parse_record(kind: type[R], record: Any, where: str) -> R:
     """Validate a JSON value as ``kind``; :class:`InvalidManifest` names the first wrong field."""
-    try:
+    with _as_invalid_manifest(where):
         return kind.model_validate_json(canonical_json(record))
+
+
+@contextmanager
+def _as_invalid_manifest(where: str) -> Iterator[None]:
+    try:
+        yield
     except ValidationError as cause:
         first = cause.errors(include_url=False)[0]
         place = ".".join(str(part) for part in first["loc"]) or "record"
-        raise InvalidManifest(
-            f"{where}: {place}", expected=first["msg"], found=repr(first["input"])[:80]
-        ) from None
+        message = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+        expected, found = {
+            "missing": ("the field", "nothing"),
+            "extra_forbidden": ("no such field", repr(first["input"])[:80]),
+        }.get(first["type"], (message, repr(first["input"])[:80]))
+        raise InvalidManifest(f"{where}: {place}", expected=expected, found=found) from None
+    except InvalidManifest:
+        raise
     except InvalidData as cause:
         raise InvalidManifest(f"{where}: {cause}") from None
 

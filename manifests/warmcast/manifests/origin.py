@@ -20,9 +20,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import Annotated, Any, BinaryIO
+from typing import Any, BinaryIO
 
-from pydantic import StringConstraints
 from warmcast.manifests.canonical import canonical_json, parse_json
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import (
@@ -31,11 +30,19 @@ from warmcast.manifests.errors import (
     PreconditionFailed,
     UsageError,
 )
-from warmcast.manifests.manifest import Manifest, Record, Sha256, parse_manifest, parse_record
+from warmcast.manifests.manifest import (
+    TIME_FORMAT,
+    Manifest,
+    Record,
+    Sha256,
+    Time,
+    parse_manifest,
+    parse_record,
+)
 from warmcast.manifests.stores import ObjectInfo, ObjectStore, open_store
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._+-]*"
-_REF = re.compile(rf"({_PART}(?:/{_PART})*)@({_PART})")
+_REF = re.compile(rf"{_PART}(?:/{_PART})*@{_PART}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -44,7 +51,7 @@ class RefRecord(Record):
 
     manifest: Sha256
     previous: Sha256 | None
-    updated_at: Annotated[str, StringConstraints(max_length=40)]
+    updated_at: Time
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +61,18 @@ class Ref:
     model: str
     name: str
 
-    @classmethod
-    def parse(cls, text: str) -> Ref:
-        """Parse ``model@name``; raises :class:`UsageError`."""
-        match = _REF.fullmatch(text)
-        if match is None or len(text) > 400:
+    def __post_init__(self) -> None:
+        text = str(self)
+        if len(text) > 400 or not _REF.fullmatch(text):
             raise UsageError(
                 "ref", expected="model@name of letters, digits and . _ + -", found=repr(text)
             )
-        return cls(match[1], match[2])
+
+    @classmethod
+    def parse(cls, text: str) -> Ref:
+        """Parse ``model@name``; raises :class:`UsageError`."""
+        model, _, name = text.partition("@")
+        return cls(model, name)
 
     @property
     def key(self) -> str:
@@ -142,15 +152,29 @@ class Origin:
     # Manifests
 
     def put_manifest(self, manifest: Manifest, deadline: Deadline) -> None:
-        """Write a manifest under its digest."""
-        self.store.create(_manifest_key(manifest.digest), manifest.data, deadline)
+        """Write a manifest under its digest.
+
+        Raises :class:`IntegrityError` if the origin has it already, but damaged.
+        """
+        if not self.store.create(_manifest_key(manifest.digest), manifest.data, deadline):
+            self.manifest(manifest.digest, deadline)
 
     def manifest(self, digest: str, deadline: Deadline) -> Manifest:
-        """Read, check and return the manifest of a digest (64 hex digits)."""
-        if not _DIGEST.fullmatch(digest):
-            raise UsageError("manifest digest", expected="64 hex digits", found=repr(digest))
-        data, _ = self.store.read(_manifest_key(digest), deadline)
-        return parse_manifest(data, digest, f"manifest {digest[:12]}")
+        """Read, check and return the manifest of a digest (64 hex digits).
+
+        Raises :class:`NotFound`, and :class:`IntegrityError` if the stored bytes are damaged.
+        """
+        key = _manifest_key(digest)
+        try:
+            data, _ = self.store.read(key, deadline)
+        except NotFound:
+            raise NotFound(
+                f"manifest {digest}",
+                expected=f"to be in {self.url}",
+                found=f"no {key}",
+                do="deploy it again",
+            ) from None
+        return parse_manifest(data, digest, f"{self.url}: {key}")
 
     def resolve(self, name: str, deadline: Deadline) -> Manifest:
         """The manifest that a ref (``model@name``) or a digest names.
@@ -184,9 +208,10 @@ class Origin:
     def refs(self, deadline: Deadline) -> Iterator[Ref]:
         """All refs, in order."""
         for info in self.store.list("refs/", deadline):
-            with suppress(UsageError):
-                model, _, file = info.key.removeprefix("refs/").rpartition("/")
-                yield Ref.parse(f"{model}@{file.removesuffix('.json')}")
+            model, _, file = info.key.removeprefix("refs/").rpartition("/")
+            if file.endswith(".json"):
+                with suppress(UsageError):  # a file that somebody else put there
+                    yield Ref(model, file.removesuffix(".json"))
 
     def move_ref(
         self, ref: Ref, manifest: str, before: RefState | None, deadline: Deadline
@@ -195,6 +220,7 @@ class Origin:
 
         Raises :class:`PreconditionFailed` if somebody else moved it first.
         """
+        _check_digest(manifest)
         record = RefRecord(
             manifest=manifest,
             previous=before.record.manifest if before else None,
@@ -238,14 +264,21 @@ class Origin:
 
 
 def blob_key(sha256: str) -> str:
-    """A blob's key in the store."""
+    """A blob's key in the store, from its SHA-256 (64 hex digits)."""
+    _check_digest(sha256)
     return f"blobs/sha256/{sha256[:2]}/{sha256}"
 
 
 def now() -> str:
     """The time in UTC as records write it, to the second."""
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return datetime.now(UTC).strftime(TIME_FORMAT)
+
+
+def _check_digest(digest: str) -> None:
+    if not _DIGEST.fullmatch(digest):
+        raise UsageError("digest", expected="64 lower-case hex digits", found=repr(digest))
 
 
 def _manifest_key(digest: str) -> str:
+    _check_digest(digest)
     return f"manifests/sha256/{digest}.json"

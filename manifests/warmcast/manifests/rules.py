@@ -6,7 +6,7 @@ one is refused with the field named.
 
 from __future__ import annotations
 
-import math
+import unicodedata
 from typing import TYPE_CHECKING
 
 from warmcast.manifests import dtypes
@@ -16,9 +16,7 @@ from warmcast.manifests.errors import InvalidManifest, UsageError
 from warmcast.manifests.identity import model_key
 
 if TYPE_CHECKING:
-    from warmcast.manifests.manifest import Layout, Manifest, TensorEntry, TiedEntry
-
-_MAX = 1 << 62
+    from warmcast.manifests.manifest import Layout, Manifest, SliceEntry, TensorEntry, TiedEntry
 
 
 def check_manifest(manifest: Manifest, where: str) -> None:
@@ -27,8 +25,13 @@ def check_manifest(manifest: Manifest, where: str) -> None:
     _check_tensors(manifest, where)
     _check_tied(manifest, where)
     _check_keys(manifest, where)
+    keys: set[str] = set()
     for index, layout in enumerate(manifest.layouts):
-        _check_layout(manifest, layout, f"{where}: layouts.{index}")
+        field = f"{where}: layouts.{index}"
+        if layout.mesh_key in keys:
+            raise InvalidManifest(f"{field}.mesh_key", expected="one layout a mesh", found="two")
+        keys.add(layout.mesh_key)
+        _check_layout(manifest, layout, field)
 
 
 def unsafe_path(path: str) -> str | None:
@@ -39,6 +42,8 @@ def unsafe_path(path: str) -> str | None:
         return "a backslash or a drive"
     if any(part in ("", ".", "..") for part in path.split("/")):
         return "an empty part, '.' or '..'"
+    if any(len(part.encode("utf-8", "surrogatepass")) > 255 for part in path.split("/")):
+        return "a part over 255 bytes"
     return None
 
 
@@ -50,9 +55,12 @@ def _check_files(manifest: Manifest, where: str) -> None:
             raise InvalidManifest(
                 field, expected="a relative path", found=f"{problem} in {file.path!r}"
             )
-        if file.path in paths:
+        # Two spellings of one Unicode text look the same to people, and are one file to file
+        # systems that normalise. Upper and lower case differ, as they do on Linux and in git.
+        path = unicodedata.normalize("NFC", file.path)
+        if path in paths:
             raise InvalidManifest(field, expected="paths that differ", found=f"{file.path!r} twice")
-        paths.add(file.path)
+        paths.add(path)
     for path in paths:
         parents = path.split("/")[:-1]
         for depth in range(1, len(parents) + 1):
@@ -102,13 +110,13 @@ def _check_tensors(manifest: Manifest, where: str) -> None:
                 expected=f"a range inside the {file.size} bytes of {file.path!r}",
                 found=f"{tensor.begin} to {tensor.end}",
             )
-        numel = math.prod(tensor.shape)
-        needed = dtypes.nbytes(tensor.dtype, numel) if numel <= _MAX else None
+        numel = dtypes.numel(tensor.shape)
+        needed = None if numel is None else dtypes.nbytes(tensor.dtype, numel)
         if needed != tensor.nbytes:
             raise InvalidManifest(
                 f"{field}.shape",
                 expected=f"a shape of {tensor.nbytes} bytes of {tensor.dtype}",
-                found=f"{list(tensor.shape)}: {needed} bytes",
+                found=f"{list(tensor.shape)}: {'no number of' if needed is None else needed} bytes",
             )
         by_file.setdefault(tensor.file, []).append(tensor)
     for path, tensors in by_file.items():
@@ -144,16 +152,21 @@ def _check_tied(manifest: Manifest, where: str) -> None:
             raise InvalidManifest(
                 f"{field}.of", expected="a stored tensor's name", found=repr(tied.of)
             )
-        _check_view(tied, math.prod(base.shape), field)
+        _check_view(tied, base, field)
 
 
-def _check_view(tied: TiedEntry, base_numel: int, field: str) -> None:
+def _check_view(tied: TiedEntry, base: TensorEntry, field: str) -> None:
     if len(tied.stride) != len(tied.shape):
         raise InvalidManifest(
             f"{field}.stride", expected=f"{len(tied.shape)} strides", found=len(tied.stride)
         )
+    if dtypes.numel(tied.shape) is None:
+        raise InvalidManifest(
+            f"{field}.shape", expected="a shape that fits memory", found=list(tied.shape)
+        )
     if 0 in tied.shape:
         return
+    base_numel = dtypes.numel(base.shape) or 0
     last = tied.offset + sum(
         (length - 1) * stride for length, stride in zip(tied.shape, tied.stride, strict=True)
     )
@@ -193,20 +206,33 @@ def _check_layout(manifest: Manifest, layout: Layout, field: str) -> None:
             if tensor is None or entry.name in seen:
                 raise InvalidManifest(place, expected="each a stored tensor's name, once")
             seen.add(entry.name)
-            if entry.axis is None:
-                continue
-            if entry.axis >= len(tensor.shape):
-                raise InvalidManifest(
-                    place, expected=f"an axis of {list(tensor.shape)}", found=entry.axis
-                )
-            if entry.start + entry.length > tensor.shape[entry.axis]:
-                raise InvalidManifest(
-                    place,
-                    expected=f"a slice of {tensor.shape[entry.axis]} along axis {entry.axis}",
-                    found=f"{entry.start} to {entry.start + entry.length}",
-                )
-            # Elements narrower than a byte cannot be cut at an arbitrary place.
-            if dtypes.BITS[tensor.dtype] % 8:
-                raise InvalidManifest(
-                    place, expected="whole bytes an element to slice", found=tensor.dtype
-                )
+            _check_slice(entry, tensor, place)
+
+
+def _check_slice(entry: SliceEntry, tensor: TensorEntry, place: str) -> None:
+    if entry.axis is None:
+        if entry.start or entry.length:
+            raise InvalidManifest(
+                place,
+                expected="start and length 0 where there is no axis",
+                found=f"{entry.start} and {entry.length}",
+            )
+    elif entry.axis >= len(tensor.shape):
+        raise InvalidManifest(place, expected=f"an axis of {list(tensor.shape)}", found=entry.axis)
+    elif entry.start + entry.length > tensor.shape[entry.axis]:
+        raise InvalidManifest(
+            place,
+            expected=f"a slice of {tensor.shape[entry.axis]} along axis {entry.axis}",
+            found=f"{entry.start} to {entry.start + entry.length}",
+        )
+    elif dtypes.BITS[tensor.dtype] % 8:
+        # Elements narrower than a byte cannot be cut at an arbitrary place.
+        raise InvalidManifest(place, expected="whole bytes an element to slice", found=tensor.dtype)
+    whole = entry.shape_of(tensor.shape) == tensor.shape
+    truth, found = (tensor.crc32c, tensor.sample), (entry.crc32c, entry.sample)
+    if whole and truth != found:
+        raise InvalidManifest(
+            place,
+            expected=f"the whole tensor's truth {' '.join(truth)}",
+            found=" ".join(found),
+        )

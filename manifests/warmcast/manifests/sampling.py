@@ -5,9 +5,10 @@ is drawn from each, so no element is drawn twice and a corrupt run longer than t
 seen; a tensor of up to 100 elements is taken whole. Draws come from SHAKE-128 over a fixed seed
 and the tensor's name: no library's random generator is involved.
 
-Floating-point samples are normalised through float32 and then float16 (round to nearest even,
-overflow to infinity, one NaN), so that a tensor which crossed a wider dtype on its way keeps its
-hash; other dtypes are taken as raw bytes. The hash is SHA-256 over the normalised samples in order
+Floating-point samples (F64, F32, F16, BF16 and the four F8 formats that are numbers) are normalised
+through float32 and then float16 (round to nearest even, overflow to infinity, one NaN), so that a
+tensor which crossed a wider dtype on its way keeps its hash; other dtypes are taken as raw bytes.
+The hash is SHA-256 over the normalised samples in order
 of position, cut to 32 hex digits. :func:`fold` folds the hashes of one layer's tensors into one.
 
 Source: the sampled hashing of NCCLBack (layer 5 of its protocol), with strata in place of
@@ -19,32 +20,41 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from array import array
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from functools import lru_cache
+from itertools import pairwise
+from typing import Literal
 
 from warmcast.manifests.dtypes import BITS
+from warmcast.manifests.errors import InvalidData
 
 SAMPLES = 100
 """Elements sampled from each tensor."""
 
 _SEED = b"warmcast sampled hash 1\0"
 _DIGITS = 32
-_NAN = 0x7E00
+_NAN = b"\x00\x7e"
+_DRAWS = struct.Struct(f"<{SAMPLES}Q")
+_NATIVE: dict[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
 
 def sample_indices(name: str, numel: int) -> Sequence[int]:
     """The sampled positions in a tensor's row-major order, ascending; all, if at most 100."""
     if numel <= SAMPLES:
         return range(numel)
-    stream = hashlib.shake_128(_SEED + name.encode("utf-8")).digest(8 * SAMPLES)
-    draws = struct.unpack(f"<{SAMPLES}Q", stream)
-    indices = []
-    for stratum, draw in enumerate(draws):
-        begin = stratum * numel // SAMPLES
-        end = (stratum + 1) * numel // SAMPLES
-        indices.append(begin + (draw * (end - begin) >> 64))
-    return indices
+    stream = hashlib.shake_128(_SEED + name.encode("utf-8")).digest(_DRAWS.size)
+    draws = _DRAWS.unpack(stream)
+    return [
+        begin + (draw * length >> 64)
+        for draw, (begin, length) in zip(draws, _strata(numel), strict=True)
+    ]
+
+
+@lru_cache(maxsize=1024)  # a model's tensors are of a few sizes
+def _strata(numel: int) -> tuple[tuple[int, int], ...]:
+    """Each stratum's first position and its length."""
+    edges = [stratum * numel // SAMPLES for stratum in range(SAMPLES + 1)]
+    return tuple((begin, end - begin) for begin, end in pairwise(edges))
 
 
 def element_nbytes(dtype: str) -> int:
@@ -57,7 +67,14 @@ def sampled_hash(name: str, dtype: str, numel: int, samples: bytes) -> str:
 
     ``numel`` counts the tensor's units (see :func:`element_nbytes`); ``samples`` are the raw
     little-endian bytes of the units at :func:`sample_indices`, in order.
+
+    Raises :class:`InvalidData` if ``samples`` are not of that many units.
     """
+    needed = min(numel, SAMPLES) * element_nbytes(dtype)
+    if len(samples) != needed:
+        raise InvalidData(
+            f"samples of {name!r}", expected=f"{needed} bytes", found=f"{len(samples)}"
+        )
     kind = "float" if dtype in _NORMALISE else "raw"
     state = hashlib.sha256(f"{kind}\0{numel}\0{name}\0".encode())
     state.update(_NORMALISE[dtype](samples) if kind == "float" else samples)
@@ -65,12 +82,24 @@ def sampled_hash(name: str, dtype: str, numel: int, samples: bytes) -> str:
 
 
 def sampled_hash_of(name: str, dtype: str, data: bytes | memoryview) -> str:
-    """The sampled hash of a whole tensor, from its row-major bytes."""
-    view = memoryview(data).cast("B")
+    """The sampled hash of a whole tensor, from its row-major bytes.
+
+    Raises :class:`InvalidData` if they are not whole elements.
+    """
+    view = memoryview(data)
+    units = view.cast("B") if view.nbytes else memoryview(b"")
     width = element_nbytes(dtype)
-    numel = len(view) // width
-    samples = b"".join(view[i * width : (i + 1) * width] for i in sample_indices(name, numel))
-    return sampled_hash(name, dtype, numel, samples)
+    if units.nbytes % width:
+        raise InvalidData(
+            f"tensor {name!r}",
+            expected=f"whole elements of {width} bytes",
+            found=f"{units.nbytes} bytes",
+        )
+    units = units.cast(_NATIVE[width])
+    # Read and written in the same byte order: the bytes themselves.
+    taken = [units[index] for index in sample_indices(name, len(units))]
+    samples = struct.pack(f"={len(taken)}{_NATIVE[width]}", *taken)
+    return sampled_hash(name, dtype, len(units), samples)
 
 
 def fold(hashes: Iterable[tuple[str, str]]) -> str:
@@ -94,44 +123,14 @@ def layer_of(name: str) -> str:
     return ".".join(parts[:-1]) or name
 
 
-def _half_bits(value: float) -> int:
-    """The float16 bits of a float32 value, overflow going to infinity as IEEE 754 rounds it."""
+def _half(value: float) -> bytes:
+    """A float32 value as float16, little-endian; overflow goes to infinity, as IEEE 754 rounds."""
     if math.isnan(value):
         return _NAN
     try:
-        return int.from_bytes(struct.pack("<e", value), "little")
+        return struct.pack("<e", value)
     except OverflowError:
-        return 0xFC00 if value < 0 else 0x7C00
-
-
-def _pack(bits: Iterable[int]) -> bytes:
-    values = list(bits)
-    return struct.pack(f"<{len(values)}H", *values)
-
-
-def _from_f16(samples: bytes) -> bytes:
-    bits = struct.unpack(f"<{len(samples) // 2}H", samples)
-    return _pack(_NAN if b & 0x7FFF > 0x7C00 else b for b in bits)
-
-
-def _from_bf16(samples: bytes) -> bytes:
-    table = _bf16_table()
-    return _pack(table[b] for b in struct.unpack(f"<{len(samples) // 2}H", samples))
-
-
-@cache
-def _bf16_table() -> array[int]:
-    """The float16 bits of every bfloat16, by its bits: a bfloat16 is a float32's upper half."""
-    values = struct.unpack("<65536f", b"".join(struct.pack("<I", b << 16) for b in range(65536)))
-    return array("H", map(_half_bits, values))
-
-
-def _from_f32(samples: bytes) -> bytes:
-    return _pack(map(_half_bits, struct.unpack(f"<{len(samples) // 4}f", samples)))
-
-
-def _from_f64(samples: bytes) -> bytes:
-    return _pack(_half_bits(_single(v)) for v in struct.unpack(f"<{len(samples) // 8}d", samples))
+        return struct.pack("<e", math.copysign(math.inf, value))
 
 
 def _single(value: float) -> float:
@@ -139,7 +138,40 @@ def _single(value: float) -> float:
     try:
         return float(struct.unpack("<f", struct.pack("<f", value))[0])
     except OverflowError:
-        return float("-inf") if value < 0 else float("inf")
+        return math.copysign(math.inf, value)
+
+
+def _halves(values: Sequence[float]) -> bytes:
+    # The sum is NaN if one of the values is; where it is so for infinities, nothing is lost.
+    if not math.isnan(sum(values)):
+        try:
+            return struct.pack(f"<{len(values)}e", *values)
+        except OverflowError:
+            pass
+    return b"".join(map(_half, values))
+
+
+def _from_f16(samples: bytes) -> bytes:
+    return _halves(struct.unpack(f"<{len(samples) // 2}e", samples))
+
+
+def _from_bf16(samples: bytes) -> bytes:
+    widened = bytearray(2 * len(samples))  # a bfloat16 is a float32's upper half
+    widened[2::4] = samples[0::2]
+    widened[3::4] = samples[1::2]
+    return _from_f32(bytes(widened))
+
+
+def _from_f32(samples: bytes) -> bytes:
+    return _halves(struct.unpack(f"<{len(samples) // 4}f", samples))
+
+
+def _from_f64(samples: bytes) -> bytes:
+    values = struct.unpack(f"<{len(samples) // 8}d", samples)
+    try:
+        return _from_f32(struct.pack(f"<{len(values)}f", *values))
+    except OverflowError:
+        return _halves([_single(value) for value in values])
 
 
 def _small_float(exponent_bits: int, bias: int, *, finite: bool, unsigned_zero: bool) -> bytes:
@@ -164,12 +196,20 @@ def _small_float(exponent_bits: int, bias: int, *, finite: bool, unsigned_zero: 
             value = sign * mantissa * 2.0 ** (1 - bias - mantissa_bits)
         else:
             value = sign * (1 + mantissa / (1 << mantissa_bits)) * 2.0 ** (exponent - bias)
-        table += _half_bits(value).to_bytes(2, "little")
+        table += _half(value)
     return bytes(table)
 
 
 def _from_table(table: bytes) -> Callable[[bytes], bytes]:
-    return lambda samples: b"".join(table[2 * b : 2 * b + 2] for b in samples)
+    low, high = table[0::2], table[1::2]
+
+    def normalise(samples: bytes) -> bytes:
+        halves = bytearray(2 * len(samples))
+        halves[0::2] = samples.translate(low)
+        halves[1::2] = samples.translate(high)
+        return bytes(halves)
+
+    return normalise
 
 
 _NORMALISE: dict[str, Callable[[bytes], bytes]] = {

@@ -108,7 +108,10 @@ def open_store(url: str) -> ObjectStore:
 
     A store's client library is imported here, when its scheme is first used.
     """
-    scheme = urlsplit(url).scheme or "file"
+    try:
+        scheme = urlsplit(url).scheme or "file"
+    except ValueError as cause:
+        raise UsageError(f"origin {url!r}", expected="a URL", found=str(cause)) from None
     target = _STORES.get(scheme)
     if target is None:
         raise UsageError(
