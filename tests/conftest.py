@@ -1,0 +1,82 @@
+"""Fixtures that several rooms share: real servers, started once, and an environment of our own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from warmcast.infra.servers import Seaweed, Valkey, seaweed, valkey
+from warmcast.manifests.deadline import Deadline
+from warmcast.manifests.stores import ObjectStore, open_store
+
+BUCKET = "warmcast-tests"
+
+
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No setting of the machine reaches a test, and none of a test reaches the next."""
+    for name in os.environ:
+        if name.startswith(("AWS_", "WARMCAST_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no-aws-config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "no-aws-credentials"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+
+@pytest.fixture
+def deadline() -> Deadline:
+    """Time enough for one test; a test that needs it to run out makes its own."""
+    return Deadline.after(60)
+
+
+@pytest.fixture(scope="session")
+def valkey_server() -> Iterator[Valkey]:
+    """A Valkey server; a test that stops it starts it again."""
+    with valkey(Deadline.after(30)) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def valkey_url(valkey_server: Valkey) -> str:
+    """The URL of a Valkey server; use keys of your own."""
+    return valkey_server.url
+
+
+@pytest.fixture(scope="session")
+def seaweed_server() -> Iterator[Seaweed]:
+    """A SeaweedFS server with the bucket ``BUCKET``."""
+    with seaweed(Deadline.after(60)) as server:
+        server.make_bucket(BUCKET)
+        yield server
+
+
+@pytest.fixture
+def s3_url(seaweed_server: Seaweed, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A fresh prefix in a bucket, and the environment to reach it."""
+    for name, value in seaweed_server.env.items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{BUCKET}/{uuid4().hex}"
+
+
+@pytest.fixture
+def file_url(tmp_path: Path) -> str:
+    """A folder that does not exist yet."""
+    return (tmp_path / "store").as_uri()
+
+
+@pytest.fixture(params=["file", "s3"])
+def store_url(request: pytest.FixtureRequest) -> str:
+    """The URL of an empty store, one of each kind."""
+    url: str = request.getfixturevalue(f"{request.param}_url")
+    return url
+
+
+@pytest.fixture
+def store(store_url: str) -> Iterator[ObjectStore]:
+    """An empty store, one of each kind."""
+    opened = open_store(store_url)
+    yield opened
+    opened.close()
