@@ -8,6 +8,7 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
+
 from warmcast.infra.servers import Seaweed, Valkey, seaweed, valkey
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.stores import ObjectStore, open_store

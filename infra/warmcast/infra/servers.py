@@ -75,7 +75,7 @@ class Process:
                 *(self.folder, *leftovers, "--", *command),
             ],
             # Nothing of our environment: SeaweedFS would take AWS_* for identities of its own.
-            env={"HOME": str(self.folder), "PATH": os.defpath},
+            env={"HOME": str(self.folder), "TMPDIR": str(self.folder), "PATH": os.defpath},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for us, who end the servers in order
