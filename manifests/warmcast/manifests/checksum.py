@@ -20,6 +20,7 @@ from collections.abc import Callable
 from functools import lru_cache
 
 import google_crc32c
+
 from warmcast.manifests.errors import InvalidData
 
 _POLYNOMIAL = 0x82F63B78

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points, version
 
 import typer
+
 from warmcast.manifests.errors import UsageError, WarmcastError, one_line
 
 GROUP = "warmcast.commands"

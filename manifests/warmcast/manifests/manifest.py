@@ -30,6 +30,7 @@ from pydantic import (
     StringConstraints,
     ValidationError,
 )
+
 from warmcast.manifests.canonical import canonical_json, digest, parse_json
 from warmcast.manifests.dtypes import MAX_NUMEL
 from warmcast.manifests.errors import IntegrityError, InvalidData, InvalidManifest
