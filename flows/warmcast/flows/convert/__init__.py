@@ -1,0 +1,1 @@
+"""Formats: one file each, and the writer that all of them end in."""

@@ -1,0 +1,215 @@
+"""Which tensors are stored, and which are views of a stored one.
+
+The input is what torch knows of each tensor: its storage, dtype, shape, strides and offset. Two
+tensors are tied where they share *elements*; two halves of one storage that share none are not.
+
+- One tensor under several names: the first in load order is stored, the others are tied whole.
+- Tensors inside another that is row-major: that one is stored, the others are views of it.
+- Any other overlap (partial; inside a tensor that is not row-major; a tensor that overlaps itself,
+  as an expanded one does): the elements' common span is stored as a 1-D tensor of a name of its
+  own, ``warmcast.storage.N``, and every name is a view of it.
+- A tensor that shares nothing is stored row-major, whatever its strides.
+
+Tensors without elements share nothing. Tensors of different dtypes over one storage are stored
+apart, because a view has its base's dtype. Nothing here is larger than the storages themselves,
+except that a storage seen under several dtypes is stored once for each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from warmcast.flows.steps.order import load_order
+from warmcast.manifests.manifest import TiedEntry
+
+HIDDEN = "warmcast.storage."
+"""What the name of a tensor that exists only to be viewed begins with."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A tensor as torch sees it; strides and offset count elements of ``dtype``."""
+
+    name: str
+    storage: int
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @property
+    def place(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        """What makes two views of one storage the same tensor: a length of 1 has no stride."""
+        default = row_major(self.shape)
+        stride = tuple(
+            d if n == 1 else s for n, s, d in zip(self.shape, self.stride, default, strict=True)
+        )
+        return self.shape, stride, self.offset
+
+    @property
+    def end(self) -> int:
+        """One past the last element."""
+        steps = zip(self.shape, self.stride, strict=True)
+        return self.offset + sum((n - 1) * s for n, s in steps) + 1
+
+    @property
+    def is_row_major(self) -> bool:
+        """Whether its elements stand in order, without gaps."""
+        return self.place[1] == row_major(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What is written for a group of tensors, and the names that are views of it.
+
+    ``span`` is None where ``view`` is written row-major, and ``(begin, end)`` in elements of
+    ``view``'s storage where that span is written under ``name``.
+    """
+
+    name: str
+    view: View
+    span: tuple[int, int] | None
+    tied: tuple[TiedEntry, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape that is written."""
+        return self.view.shape if self.span is None else (self.span[1] - self.span[0],)
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides, in elements, of a row-major tensor."""
+    strides: list[int] = []
+    step = 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(strides))
+
+
+def resolve_ties(views: Iterable[View], first_hidden: int = 0) -> list[Stored]:
+    """Decide for every tensor; hidden names count from ``first_hidden``."""
+    groups: dict[tuple[int, str], list[View]] = {}
+    stored = []
+    for view in sorted(views, key=lambda v: load_order(v.name)):
+        if 0 in view.shape:
+            stored.append(Stored(view.name, view, None, ()))
+        else:
+            groups.setdefault((view.storage, view.dtype), []).append(view)
+    for group in groups.values():
+        for component in _components(group):
+            item = _store(component, f"{HIDDEN}{first_hidden}")
+            first_hidden += item.span is not None
+            stored.append(item)
+    return stored
+
+
+def _store(views: Sequence[View], hidden: str) -> Stored:
+    """What is written for tensors that share elements; ``views`` in load order."""
+    begin, end = min(v.offset for v in views), max(v.end for v in views)
+    base: View | None
+    origin: int | None
+    if len({v.place for v in views}) == 1 and not _overlaps_itself(views[0]):
+        base, origin = views[0], None
+    else:
+        covering = (v for v in views if v.is_row_major and (v.offset, v.end) == (begin, end))
+        base, origin = next(covering, None), begin
+    if base is None:
+        tied = tuple(_tie(v, hidden, v.place[1], v.offset - begin) for v in views)
+        return Stored(hidden, views[0], (begin, end), tied)
+    others = (v for v in views if v is not base)
+    if origin is None:
+        tied = tuple(_tie(v, base.name, row_major(v.shape), 0) for v in others)
+    else:
+        tied = tuple(_tie(v, base.name, v.place[1], v.offset - origin) for v in others)
+    return Stored(base.name, base, None, tied)
+
+
+def _tie(view: View, of: str, stride: tuple[int, ...], offset: int) -> TiedEntry:
+    return TiedEntry(name=view.name, of=of, shape=view.shape, stride=stride, offset=offset)
+
+
+def _components(views: Sequence[View]) -> Iterator[list[View]]:
+    """Tensors of one storage and dtype, grouped by whether they share elements."""
+    order = {view.name: position for position, view in enumerate(views)}
+    run: list[View] = []
+    end = -1
+    for view in sorted(views, key=lambda v: (v.offset, v.end)):
+        if run and view.offset >= end:
+            yield from _split(sorted(run, key=lambda v: order[v.name]))
+            run = []
+        run.append(view)
+        end = max(end, view.end)
+    yield from _split(sorted(run, key=lambda v: order[v.name]))
+
+
+def _split(views: list[View]) -> Iterator[list[View]]:
+    """Group tensors whose extents overlap by whether their elements do."""
+    places = {v.place for v in views}
+    if len(places) == 1 or all(_is_dense(v) for v in views):
+        # Without gaps inside, an overlap of extents is one of elements.
+        yield views
+        return
+    begin, end = min(v.offset for v in views), max(v.end for v in views)
+    by_place: dict[Any, list[View]] = {}
+    for view in views:
+        by_place.setdefault(view.place, []).append(view)
+    yield from _painted(list(by_place.values()), begin, end)
+
+
+def _painted(classes: list[list[View]], begin: int, end: int) -> Iterator[list[View]]:
+    """Paint each tensor's elements with a colour of its own; what it paints over, it is tied to.
+
+    One byte an element (four beyond 255 tensors), and no longer than the storage. A tensor with
+    more elements than places overlaps itself, and is taken to touch its whole extent: painting it
+    could take for ever.
+    """
+    import torch
+
+    few = len(classes) <= 255
+    canvas = torch.zeros(end - begin, dtype=torch.uint8 if few else torch.int32)
+    parent = list(range(len(classes) + 1))
+
+    def root(colour: int) -> int:
+        while parent[colour] != colour:
+            colour = parent[colour]
+        return colour
+
+    for colour, (view, *_) in enumerate(classes, 1):
+        area = canvas[view.offset - begin : view.end - begin]
+        if math.prod(view.shape) <= len(area):
+            area = torch.as_strided(canvas, view.shape, view.stride, view.offset - begin)
+        colours: list[int] = torch.unique(area).tolist()
+        for below in colours:
+            if below:
+                parent[root(below)] = root(colour)
+        area.fill_(colour)
+    groups: dict[int, list[View]] = {}
+    for colour, same in enumerate(classes, 1):
+        groups.setdefault(root(colour), []).extend(same)
+    for group in groups.values():
+        yield sorted(group, key=lambda v: load_order(v.name))
+
+
+def _is_dense(view: View) -> bool:
+    """Whether the elements fill their extent, in whatever order of dimensions."""
+    return math.prod(view.shape) == view.end - view.offset and not _overlaps_itself(view)
+
+
+def _overlaps_itself(view: View) -> bool:
+    """Whether two places of the tensor may be one element.
+
+    Exact where each stride steps over all that lies below it, as in every slice and permutation
+    of a row-major tensor; others are taken to overlap, which costs a hidden name and no bytes.
+    """
+    reach = 0
+    for stride, length in sorted(zip(view.stride, view.shape, strict=True)):
+        if length == 1:
+            continue
+        if stride <= reach:
+            return True
+        reach += (length - 1) * stride
+    return False

@@ -1,0 +1,135 @@
+"""Progress: bars on a terminal, a line now and then elsewhere, nothing in a library call.
+
+Steps tell a :class:`Progress` what they do; they do not know who looks on.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol, TextIO
+
+_EVERY = 5.0
+"""Seconds between two lines about one stage."""
+
+
+class Progress(Protocol):
+    """What a deploy tells as it goes. ``advance`` is called from several threads."""
+
+    def stage(self, what: str, total: int) -> AbstractContextManager[None]:
+        """A stage over ``total`` bytes; stages do not overlap."""
+
+    def advance(self, nbytes: int) -> None:
+        """``nbytes`` of the present stage are done."""
+
+    def note(self, line: str) -> None:
+        """Something that a person should know."""
+
+
+class Silent:
+    """Tells nobody."""
+
+    @contextmanager
+    def stage(self, what: str, total: int) -> Iterator[None]:  # noqa: ARG002
+        """Nothing."""
+        yield
+
+    def advance(self, nbytes: int) -> None:
+        """Nothing."""
+
+    def note(self, line: str) -> None:
+        """Nothing."""
+
+
+class Lines:
+    """Plain lines, for logs: a stage's beginning and end, and how far it is every 5 s."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._lock = threading.Lock()
+        self._what = ""
+        self._done = self._total = 0
+        self._next = 0.0
+
+    @contextmanager
+    def stage(self, what: str, total: int) -> Iterator[None]:
+        """Write a line when the stage begins, and one when it ended well."""
+        began = time.monotonic()
+        with self._lock:
+            self._what, self._done, self._total = what, 0, total
+            self._next = began + _EVERY
+        self.note(f"{what}: {nbytes_text(total)}")
+        yield
+        self.note(f"{what}: done in {time.monotonic() - began:.1f} s")
+
+    def advance(self, nbytes: int) -> None:
+        """Count, and write a line if the last is 5 s old."""
+        with self._lock:
+            self._done += nbytes
+            if time.monotonic() < self._next:
+                return
+            self._next = time.monotonic() + _EVERY
+            done, total, what = self._done, self._total, self._what
+        self.note(f"{what}: {nbytes_text(done)} of {nbytes_text(total)}")
+
+    def note(self, line: str) -> None:
+        """Write a line."""
+        print(line, file=self._stream, flush=True)
+
+
+class Bars:
+    """Bars, for a terminal."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
+
+        self._console = Console(stderr=True)
+        self._bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            console=self._console,
+        )
+        self._task = self._bars.add_task("", total=0, visible=False)
+
+    @contextmanager
+    def stage(self, what: str, total: int) -> Iterator[None]:
+        """Show a bar while the stage lasts."""
+        self._task = self._bars.add_task(what, total=total)
+        with self._bars:
+            yield
+
+    def advance(self, nbytes: int) -> None:
+        """Move the bar."""
+        self._bars.advance(self._task, nbytes)
+
+    def note(self, line: str) -> None:
+        """Print a line above the bars."""
+        self._console.print(line, markup=False, highlight=False)
+
+
+def for_terminal() -> Progress:
+    """Bars if standard error is a terminal, lines if not."""
+    return Bars() if sys.stderr.isatty() else Lines()
+
+
+def nbytes_text(nbytes: float) -> str:
+    """A number of bytes for people: ``1.5 GB`` (1 GB is 1e9 bytes)."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if nbytes < 1000 or unit == "TB":
+            break
+        nbytes /= 1000
+    return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"

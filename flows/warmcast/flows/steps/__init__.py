@@ -1,0 +1,1 @@
+"""The steps of a deploy: plain functions, usable and testable with no Prefect."""

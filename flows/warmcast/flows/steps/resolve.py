@@ -1,0 +1,173 @@
+"""Resolve: which files of a repository are the weights, which are mirrored, which are left out.
+
+Only the top folder holds the weights; a file in a folder below is mirrored as it is. Safetensors
+win over pickles. In order: an index; ``model.safetensors`` (``pytorch_model.bin``); numbered
+shards, if all are there; a single file. Anything else is ambiguous, and an error.
+
+Left out, and said so: pickles that are not the weights (they would carry code), weights of other
+frameworks, and the weights' second copy in Mistral's layout (``consolidated*``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import Literal
+
+from warmcast.flows.convert.index import read_index
+from warmcast.flows.errors import AmbiguousWeights, MissingShard, NoWeights
+from warmcast.flows.upstreams import Upstream, UpstreamFile
+from warmcast.manifests.deadline import Deadline
+from warmcast.manifests.errors import InvalidManifest
+from warmcast.manifests.rules import unsafe_path
+
+Format = Literal["safetensors", "pickle"]
+
+_SUFFIXES: Mapping[Format, tuple[str, ...]] = {
+    "safetensors": (".safetensors",),
+    "pickle": (".bin", ".pt", ".pth"),
+}
+_WHOLE: Mapping[Format, tuple[str, ...]] = {
+    "safetensors": ("model.safetensors",),
+    "pickle": ("pytorch_model.bin", "model.pt", "model.pth"),
+}
+_NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.\w+)")
+
+_NO_WEIGHTS = ("training_args.bin", "optimizer*", "scheduler*", "rng_state*", "scaler.pt")
+"""Pickles that trainers leave beside the weights."""
+
+_OTHERS = (
+    "*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.ot", "*.tflite", "*.gguf", "*.ckpt",
+    "*.pkl", "*.pickle", "*.mlmodel", "*.mlpackage", "*.pdparams", "*.ckpt.index", "*.ckpt.data*",
+    "openvino_*.bin", "openvino_*.xml",
+)  # fmt: skip
+_SECOND = "consolidated*"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a deploy does with each file.
+
+    ``index`` is the index's path and the shard of each tensor, where there is one.
+    """
+
+    format: Format
+    weights: tuple[UpstreamFile, ...]
+    index: tuple[str, Mapping[str, str]] | None
+    others: tuple[UpstreamFile, ...]
+    left_out: tuple[str, ...]
+
+
+def resolve(upstream: Upstream, deadline: Deadline) -> Plan:
+    """Decide what is deployed. Raises :class:`SourceError` and its kinds."""
+    files = {file.path: file for file in upstream.files(deadline)}
+    for path in files:
+        if problem := unsafe_path(path):
+            raise InvalidManifest(
+                f"{upstream.name}: {path!r}", expected="a plain path", found=problem
+            )
+    for format_ in _SUFFIXES:
+        chosen = _choose(format_, files, lambda path: _index(upstream, files[path], deadline))
+        if chosen is not None:
+            names, index = chosen
+            others, left_out = _rest(files, format_, names, index)
+            return Plan(format_, tuple(files[n] for n in names), index, others, left_out)
+    raise NoWeights(
+        upstream.name,
+        expected=".safetensors, .bin, .pt or .pth files in its top folder",
+        found=", ".join(list(files)[:5]) + (", …" if len(files) > 5 else "")
+        if files
+        else "no file",
+        do="name the folder that holds the weights",
+    )
+
+
+Index = tuple[str, Mapping[str, str]]
+
+
+def _index(upstream: Upstream, file: UpstreamFile, deadline: Deadline) -> Index:
+    return file.path, read_index(file.path, upstream.bring(file, deadline).location)
+
+
+def _choose(
+    format_: Format, files: Mapping[str, UpstreamFile], read: Callable[[str], Index]
+) -> tuple[list[str], Index | None] | None:
+    """The weights' paths in order and their index; None if the format is not there."""
+    suffixes = _SUFFIXES[format_]
+    top = [path for path in files if "/" not in path and not fnmatch(path, _SECOND)]
+    indices = [p for p in top if p.endswith(tuple(f"{s}.index.json" for s in suffixes))]
+    if len(indices) > 1:
+        raise _ambiguous("one index", indices)
+    if indices:
+        index = read(indices[0])
+        shards = sorted(set(index[1].values()))
+        missing = [shard for shard in shards if shard not in files]
+        if missing:
+            raise _missing(indices[0], missing, len(shards))
+        return shards, index
+    weights = [p for p in top if p.endswith(suffixes) and not _is_other(p, format_)]
+    whole = [name for name in _WHOLE[format_] if name in weights]
+    if whole:
+        return whole[:1], None
+    if len(weights) <= 1:
+        return (weights, None) if weights else None
+    numbered = [match for p in weights if (match := _NUMBERED.fullmatch(p))]
+    if len(numbered) < len(weights) or len({(m["stem"], m["count"]) for m in numbered}) > 1:
+        raise _ambiguous("one checkpoint, or an index over its shards", weights)
+    first = numbered[0]
+    wanted = [
+        f"{first['stem']}-{number:05d}-of-{first['count']}{first['suffix']}"
+        for number in range(1, int(first["count"]) + 1)
+    ]
+    missing = [path for path in wanted if path not in files]
+    if missing:
+        raise _missing(f"the shards of {first['stem']!r}", missing, len(wanted))
+    return wanted, None
+
+
+def _rest(
+    files: Mapping[str, UpstreamFile], format_: Format, weights: Sequence[str], index: Index | None
+) -> tuple[tuple[UpstreamFile, ...], tuple[str, ...]]:
+    """The files to mirror as they are, and those left out, with the reason."""
+    others, left_out = [], []
+    for path, file in files.items():
+        name = path.rpartition("/")[2]
+        if path in weights:
+            continue
+        if format_ == "pickle" and index is not None and path == index[0]:
+            continue  # the converted files have an index of their own
+        if fnmatch(name, _SECOND) and name.endswith(_SUFFIXES["safetensors"]):
+            left_out.append(f"{path}: the weights in a second layout")
+        elif any(fnmatch(name.lower(), pattern) for pattern in _OTHERS):
+            left_out.append(f"{path}: another framework's weights")
+        elif name.endswith((*_SUFFIXES["pickle"], ".bin.index.json")):
+            left_out.append(f"{path}: a pickle that is not the weights in use")
+        else:
+            others.append(file)
+    return tuple(others), tuple(left_out)
+
+
+def _is_other(path: str, format_: Format) -> bool:
+    patterns = (*_OTHERS, *_NO_WEIGHTS) if format_ == "pickle" else ()
+    return any(fnmatch(path.lower(), pattern) for pattern in patterns)
+
+
+def _missing(where: str, missing: Sequence[str], count: int) -> MissingShard:
+    return MissingShard(
+        where,
+        expected=f"all of {count} shards beside it",
+        found=f"no {', '.join(missing[:3])}"
+        + (f" and {len(missing) - 3} more" * (len(missing) > 3)),
+        do="the download did not finish; run it again",
+    )
+
+
+def _ambiguous(expected: str, found: Sequence[str]) -> AmbiguousWeights:
+    return AmbiguousWeights(
+        "weights",
+        expected=expected,
+        found=", ".join(found[:6]),
+        do="deploy a folder that holds the one you mean",
+    )

@@ -1,0 +1,85 @@
+"""What safetensors files say of themselves: tensors, ties, and whether an index fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from warmcast.flows.convert.ties import HIDDEN, row_major
+from warmcast.flows.errors import InvalidIndex, NoWeights
+from warmcast.flows.local import LocalFile
+from warmcast.manifests.header import Header, read_header
+from warmcast.manifests.manifest import TiedEntry
+
+
+def read_headers(files: Sequence[LocalFile]) -> dict[str, Header]:
+    """The header of each file by its path.
+
+    Raises :class:`InvalidHeader`, :class:`InvalidIndex` for a name in two files, and
+    :class:`NoWeights` if there is no tensor in any.
+    """
+    headers = {}
+    holder: dict[str, str] = {}
+    for file in files:
+        with file.opened():
+            headers[file.path] = read_header(file.location)
+        add_names(holder, (t.name for t in headers[file.path].tensors), file.path)
+    if not holder:
+        raise NoWeights(
+            ", ".join(headers), expected="tensors", found="none", do="the checkpoint is empty"
+        )
+    return headers
+
+
+def metadata_ties(headers: Mapping[str, Header]) -> tuple[TiedEntry, ...]:
+    """The ties that ``safetensors.torch.save_model`` writes as ``{removed name: kept name}``.
+
+    Metadata hold other things too: a pair is a tie only if the one name is stored, and the other
+    is not.
+    """
+    stored = {tensor.name: tensor for header in headers.values() for tensor in header.tensors}
+    ties: dict[str, TiedEntry] = {}
+    for header in headers.values():
+        for removed, kept in header.metadata.items():
+            base = stored.get(kept)
+            if base is not None and removed and removed not in stored:
+                ties[removed] = TiedEntry(
+                    name=removed,
+                    of=kept,
+                    shape=base.shape,
+                    stride=row_major(base.shape),
+                    offset=0,
+                )
+    return tuple(ties[name] for name in sorted(ties))
+
+
+def check_index(index: tuple[str, Mapping[str, str]], holder: Mapping[str, str]) -> list[str]:
+    """Hold an index to the shard that each tensor is really in; notes on what it does not name.
+
+    Raises :class:`InvalidIndex` for a tensor that is not where the index says.
+    """
+    path, shards = index
+    for name, shard in shards.items():
+        if holder.get(name) != shard:
+            raise InvalidIndex(
+                f"{path}: tensor {name!r}",
+                expected=f"to be in {shard!r}",
+                found=f"it in {holder[name]!r}" if name in holder else "it in no shard",
+                do="the shards are not those of this index; fetch them again",
+            )
+    extra = [name for name in holder if name not in shards and not name.startswith(HIDDEN)]
+    if not extra:
+        return []
+    names = ", ".join(extra[:3]) + (", …" if len(extra) > 3 else "")
+    return [f"{path}: does not name {len(extra)} tensors of the shards, deployed too: {names}"]
+
+
+def add_names(holder: dict[str, str], names: Iterable[str], path: str) -> None:
+    """Note which file holds each name; :class:`InvalidIndex` if another holds it already."""
+    for name in names:
+        if name in holder:
+            raise InvalidIndex(
+                f"{path}: tensor {name!r}",
+                expected="each tensor in one shard",
+                found=f"it in {holder[name]!r} too",
+            )
+        holder[name] = path
