@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol, TextIO
+from typing import Protocol
 
 _EVERY = 5.0
 """Seconds between two lines about one stage."""
@@ -47,8 +47,8 @@ class Silent:
 class Lines:
     """Plain lines, for logs: a stage's beginning and end, and how far it is every 5 s."""
 
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stderr
+    def __init__(self, write: Callable[[str], object] | None = None) -> None:
+        self._write = write or _to_stderr
         self._lock = threading.Lock()
         self._what = ""
         self._done = self._total = 0
@@ -77,7 +77,7 @@ class Lines:
 
     def note(self, line: str) -> None:
         """Write a line."""
-        print(line, file=self._stream, flush=True)
+        self._write(line)
 
 
 class Bars:
@@ -124,6 +124,10 @@ class Bars:
 def for_terminal() -> Progress:
     """Bars if standard error is a terminal, lines if not."""
     return Bars() if sys.stderr.isatty() else Lines()
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def nbytes_text(nbytes: float) -> str:

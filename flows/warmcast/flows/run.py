@@ -103,6 +103,7 @@ class DeployResult:
             "kept_bytes": self.kept_nbytes,
             "left_out": list(self.left_out),
             "seconds": round(self.seconds, 3),
+            "summary": self.summary(),
         }
 
 
@@ -219,7 +220,9 @@ class _Job:
         size = sum(file.size for file in pickles)
         with self.progress.stage("read pickles", size):
             key = conversion_key(pickles, self.max_shard_nbytes, self.ticker)
-        recorded = recorded_conversion(self.origin, key, self.deadline, read_blobs=self.repair)
+        recorded = recorded_conversion(
+            self.origin, key, self.deadline, reread=self.ticker if self.repair else None
+        )
         if recorded is not None:
             return _Weights(tied=recorded.tied, notes=recorded.left_out, recorded=recorded)
         with self.progress.stage("convert pickles", size):

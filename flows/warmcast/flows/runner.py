@@ -7,8 +7,8 @@ own. A step is a plain function; a mapped step is a function of one item, one ca
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Protocol, TypeVar
 
 from warmcast.manifests.deadline import Deadline
@@ -63,6 +63,18 @@ class Ticker:
         """End all work that calls this ticker."""
         self._stopped.set()
 
+    def guarded(self, function: Callable[[T], R]) -> Callable[[T], R]:
+        """The function; where it raises, all other work is ended."""
+
+        def call(item: T) -> R:
+            try:
+                return function(item)
+            except BaseException:
+                self.stop()
+                raise
+
+        return call
+
 
 class InProcess:
     """Runs steps in this process, mapped ones in a few threads."""
@@ -82,20 +94,20 @@ class InProcess:
         label: Callable[[T], str],  # noqa: ARG002
     ) -> list[R]:
         """Call the function for each item in a few threads."""
+        guarded = self._ticker.guarded(function)
         with ThreadPoolExecutor(THREADS, thread_name_prefix="warmcast-deploy") as pool:
-            futures = [pool.submit(function, item) for item in items]
             try:
-                for future in futures:
-                    future.add_done_callback(self._stop_if_failed)
+                futures = [pool.submit(guarded, item) for item in items]
                 wait(futures)
             except BaseException:
                 self._ticker.stop()
                 raise
-            errors = [error for future in futures if (error := future.exception())]
-            if errors:
-                raise next((e for e in errors if not isinstance(e, Cancelled)), errors[0])
-            return [future.result() for future in futures]
+        raise_first(future.exception() for future in futures)
+        return [future.result() for future in futures]
 
-    def _stop_if_failed(self, future: Future[R]) -> None:
-        if future.exception() is not None:
-            self._ticker.stop()
+
+def raise_first(errors: Iterable[BaseException | None]) -> None:
+    """Raise the error that ended the others' work, if there was one."""
+    found = [error for error in errors if error is not None]
+    if found:
+        raise next((error for error in found if not isinstance(error, Cancelled)), found[0])

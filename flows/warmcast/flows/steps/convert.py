@@ -69,7 +69,7 @@ def conversion_key(
 
 
 def recorded_conversion(
-    origin: Origin, key: str, deadline: Deadline, *, read_blobs: bool = False
+    origin: Origin, key: str, deadline: Deadline, *, reread: Callable[[int], None] | None = None
 ) -> ConversionRecord | None:
     """What the pickles became, if the origin knows and has all of it."""
     value = origin.record(_KIND, key, deadline)
@@ -79,7 +79,7 @@ def recorded_conversion(
         record = parse_record(ConversionRecord, value, f"{_KIND}/{key}")
     except InvalidData:
         return None  # another version's, or damaged: converting again is always right
-    there = all(has_blob(origin, f, deadline, read_it=read_blobs) for f in record.files)
+    there = all(has_blob(origin, f, deadline, reread=reread) for f in record.files)
     return record if there else None
 
 

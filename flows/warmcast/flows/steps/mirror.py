@@ -50,7 +50,7 @@ def mirror_file(
             tick,
         )
     entry = measured.file
-    if has_blob(origin, entry, deadline, read_it=repair):
+    if has_blob(origin, entry, deadline, reread=tick if repair else None):
         tick(entry.size)
         return Mirrored(measured, moved=False)
     # A blob of other bytes than its name says is worth nothing, and upload would keep it.
@@ -63,24 +63,29 @@ def mirror_file(
 
 
 def has_blob(
-    origin: Origin, entry: FileEntry, deadline: Deadline, *, read_it: bool = False
+    origin: Origin,
+    entry: FileEntry,
+    deadline: Deadline,
+    *,
+    reread: Callable[[int], None] | None = None,
 ) -> bool:
     """Whether the origin has a blob of this size, and CRC32C where the store knows it.
 
-    ``read_it`` reads the blob instead of believing the store.
+    With ``reread``, which is called now and then and may raise, the blob is read instead of the
+    store believed.
     """
     info = origin.blob_info(entry.sha256, deadline)
     if info is None or info.size != entry.size:
         return False
     if info.crc32c is not None and info.crc32c != from_hex(entry.crc32c):
         return False
-    if not read_it:
+    if reread is None:
         return True
     found = measure(
         entry.path,
         entry.size,
         (),
         lambda offset, view: origin.read_blob(entry.sha256, offset, view, deadline),
-        lambda _: deadline.check(f"reading {entry.path}"),
+        lambda _: reread(0),
     )
     return found.file.sha256 == entry.sha256
