@@ -7,8 +7,9 @@ libraries. Exit codes: 0, 1 for a failed job, 2 for wrong usage, 130 after Ctrl-
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points, version
 
 import typer
@@ -26,6 +27,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     words = [word for word in words if word != "--debug"]
     try:
         code = run(words)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, a `head` perhaps, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
     except KeyboardInterrupt:
         if debug:
             raise
@@ -45,7 +50,7 @@ def explain(cause: Exception) -> int:
         return cause.exit_code
     format_message = getattr(cause, "format_message", None)
     if callable(format_message):  # the argument parser's own errors, whichever parser typer has
-        _complain(f"{format_message()} (see --help)")
+        _complain(f"{one_line(format_message()).rstrip('.')} (see --help)")
         return int(getattr(cause, "exit_code", 2))
     if isinstance(cause, OSError) and cause.strerror:
         named = "" if cause.filename is None else f"{cause.filename}: "
@@ -68,19 +73,21 @@ def run(words: Sequence[str]) -> int:
         )
     # Help over all commands needs all of them; anything else needs the one that is called.
     wanted = [commands[words[0]]] if words and words[0] in commands else list(commands.values())
+    app = _app(wanted)
     try:
-        result = _app(wanted)(list(words), prog_name="warmcast", standalone_mode=False)
+        result = app(list(words) or ["--help"], prog_name="warmcast", standalone_mode=False)
     except typer.Abort as cause:
         raise KeyboardInterrupt from cause
     if result == _INTERRUPTED:  # what typer makes of Ctrl-C
         raise KeyboardInterrupt
+    if not words:
+        return UsageError.exit_code
     return result if isinstance(result, int) else 0
 
 
 def _app(entries: Sequence[EntryPoint]) -> typer.Typer:
     app = typer.Typer(
         name="warmcast",
-        no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
@@ -91,8 +98,30 @@ def _app(entries: Sequence[EntryPoint]) -> typer.Typer:
         """Verified weights from the fastest place that has them."""
 
     for entry in sorted(entries, key=lambda e: e.name):
-        app.command(entry.name)(entry.load())
+        try:
+            function, settings = entry.load(), {}
+        except ModuleNotFoundError as cause:
+            function, settings = _missing(entry.name, cause), _ANY_ARGUMENTS
+        app.command(entry.name, context_settings=settings)(function)
     return app
+
+
+_ANY_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def _missing(command: str, cause: ModuleNotFoundError) -> Callable[[], None]:
+    """What stands for a command whose libraries are not installed, so that help shows the rest."""
+
+    def missing() -> None:
+        raise UsageError(
+            f"warmcast {command}",
+            expected=f"the package {cause.name!r}",
+            found="it is not installed",
+            do="install the extra of warmcast that brings it",
+        ) from cause
+
+    missing.__doc__ = f"Needs the package {cause.name!r}, which is not installed."
+    return missing
 
 
 def _complain(line: str) -> None:
