@@ -1,5 +1,6 @@
 """The sampled hash: pinned, held against torch's conversions, and by its properties."""
 
+import hashlib
 import math
 import struct
 
@@ -373,3 +374,18 @@ def test_bytes_that_are_not_whole_elements_are_refused():
 )
 def test_layers(name, layer):
     assert layer_of(name) == layer
+
+
+def test_another_reader_made_from_the_description():
+    values = torch.randn(5000, generator=torch.Generator().manual_seed(2))
+    name, numel = "layers.3.wéight", 5000
+    seed = b"warmcast sampled hash 1\0" + name.encode()
+    stream = hashlib.shake_128(seed).digest(800)
+    taken = b""
+    for i in range(100):
+        draw = int.from_bytes(stream[8 * i : 8 * i + 8], "little")
+        first, after = i * numel // 100, (i + 1) * numel // 100
+        taken += raw(values[first + draw * (after - first) // 2**64].to(torch.float16))
+    text = b"float\0" + str(numel).encode() + b"\0" + name.encode() + b"\0"
+    expected = hashlib.sha256(text + taken).hexdigest()[:32]
+    assert sampled_hash_of(name, "F32", raw(values)) == expected
