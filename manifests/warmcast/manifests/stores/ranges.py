@@ -1,0 +1,76 @@
+"""Reading a range of an object over HTTP: on through broken connections, of one version only."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from urllib3 import BaseHTTPResponse
+
+from warmcast.manifests.deadline import Deadline
+from warmcast.manifests.errors import PreconditionFailed, StoreError, WarmcastError
+from warmcast.manifests.stores.http import Attempts, Http, Transient, read_into
+
+_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
+
+
+def read_range(
+    http: Http,
+    url: str,
+    where: str,
+    offset: int,
+    view: memoryview,
+    deadline: Deadline,
+    *,
+    etag: str | None,
+    error_of: Callable[[BaseHTTPResponse], WarmcastError],
+) -> None:
+    """Fill ``view``, which is not empty, with the bytes from ``offset`` of what is at ``url``.
+
+    A read that broke goes on where it broke, of the version that it began with. ``where`` names
+    the object in messages, ``etag`` the version wanted if any; ``error_of`` tells what an answer
+    without the object means. Raises :class:`PreconditionFailed` for another version and
+    :class:`StoreError` if the object ends before the view is full.
+    """
+    attempts = Attempts(where, deadline)
+    done = 0
+    while done < len(view):
+        first, rest = offset + done, view[done:]
+        headers = {"Range": f"bytes={first}-{first + len(rest) - 1}"}
+        if etag is not None:
+            headers["If-Match"] = etag
+        try:
+            with http.open("GET", url, deadline, headers=headers) as response:
+                if response.status not in (200, 206, 416):
+                    raise error_of(response)
+                _check_range(where, response, first, len(rest))
+                etag = _check_version(where, response, etag)
+                for count in read_into(response, rest, deadline, where):
+                    done += count
+        except Transient as failure:
+            attempts.wait(failure)
+
+
+def _check_range(where: str, response: BaseHTTPResponse, first: int, length: int) -> None:
+    """Raise :class:`StoreError` unless the body begins with the bytes that were asked for."""
+    expected = f"{length} bytes at offset {first}"
+    if response.status == 416:
+        raise StoreError(where, expected=expected, found="an object that ends before")
+    if response.status == 200:  # the whole object, of which we can use the beginning
+        size = int(response.headers.get("Content-Length", length))
+        if first or size < length:
+            found = "an answer that ignores the range" if first else f"{size} bytes"
+            raise StoreError(where, expected=expected, found=found)
+        return
+    text = response.headers.get("Content-Range", "")
+    match = _RANGE.fullmatch(text)
+    if match is None or (int(match[1]), int(match[2])) != (first, first + length - 1):
+        raise StoreError(where, expected=expected, found=text or "no Content-Range")
+
+
+def _check_version(where: str, response: BaseHTTPResponse, etag: str | None) -> str | None:
+    """The version that the answer is of; no server is believed to heed ``If-Match``."""
+    found: str | None = response.headers.get("ETag")
+    if etag is not None and found is not None and found != etag:
+        raise PreconditionFailed(where, expected=etag, found=found)
+    return etag or found
