@@ -10,6 +10,7 @@ This module alone imports Prefect.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,6 +30,21 @@ from warmcast.flows.run import MAX_SHARD_NBYTES, DeployResult, deploy
 from warmcast.flows.runner import THREADS, Ticker, raise_first
 from warmcast.flows.steps.layouts import parse_mesh
 from warmcast.manifests.deadline import Deadline
+from warmcast.manifests.errors import WarmcastError
+
+
+class _OneLine(logging.Filter):
+    """Our errors say in one line what is wrong; Prefect would log each with two tracebacks."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Let every record pass, without the traceback of an error of ours."""
+        if record.exc_info and isinstance(record.exc_info[1], WarmcastError):
+            record.exc_info = None
+        return True
+
+
+for _name in ("prefect.flow_runs", "prefect.task_runs"):
+    logging.getLogger(_name).addFilter(_OneLine())
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -71,13 +87,10 @@ class Tasks:
         return results
 
 
-_RUNNER: ThreadPoolTaskRunner[Any] = ThreadPoolTaskRunner(max_workers=THREADS)
-
-
 @flow(
     name="warmcast-deploy",
     flow_run_name="deploy {ref}",
-    task_runner=_RUNNER,
+    task_runner=ThreadPoolTaskRunner(max_workers=THREADS),  # type: ignore[arg-type]
     persist_result=False,
 )
 def deploy_flow(

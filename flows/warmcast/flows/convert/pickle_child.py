@@ -162,7 +162,7 @@ def _load(job: Job) -> Any:
                 job.path,
                 expected="tensors and plain values",
                 found=f"the forbidden global {found[1]!r}",
-                do="it was not run; do not load this file elsewhere, ask for safetensors",
+                do="it was not run; ask for safetensors, or for the state dict alone",
             ) from None
         raise _invalid(job.path, cause) from None
     except Exception as cause:  # noqa: BLE001
