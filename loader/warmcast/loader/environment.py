@@ -1,0 +1,48 @@
+"""What a worker is told by its environment.
+
+WARMCAST_ORIGIN     the origin's URL; required
+WARMCAST_REGISTRY   redis://host:port; without it there are no peers
+WARMCAST_DEADLINE   seconds that a load may take; 600 unless set
+WARMCAST_HOST       the address by which peers reach this worker; found out unless set
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from warmcast.manifests.errors import UsageError
+
+DEADLINE = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """A loader's settings; ``deadline`` in seconds."""
+
+    origin: str
+    registry: str | None = None
+    deadline: float = DEADLINE
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
+        """Read the environment; raises :class:`UsageError` naming the variable that is wrong."""
+        env = os.environ if env is None else env
+        origin = env.get("WARMCAST_ORIGIN")
+        if not origin:
+            raise UsageError(
+                "WARMCAST_ORIGIN",
+                expected="the origin's URL (file:///path, s3://bucket/prefix)",
+                found="nothing",
+                do="set it",
+            )
+        text = env.get("WARMCAST_DEADLINE", str(DEADLINE))
+        try:
+            deadline = float(text)
+        except ValueError:
+            deadline = math.nan
+        if not deadline > 0:
+            raise UsageError("WARMCAST_DEADLINE", expected="seconds, more than 0", found=repr(text))
+        return cls(origin, env.get("WARMCAST_REGISTRY") or None, deadline)

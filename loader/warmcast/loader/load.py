@@ -1,0 +1,527 @@
+"""The decision tree of a booting worker, and nothing else.
+
+    1. the ref resolves to a manifest whose digest holds
+    2. the containers match the manifest for this rank, exactly
+    3. peer: a sender is registered -> handshake -> transfer -> verify
+    4. nobody has it, but somebody is loading it (a lease) -> wait, bounded, and become a receiver
+    5. origin -> stream to the device, verify
+    6. the weights go into the model; a change is applied, and its truth published
+
+Every branch is a vote of the group, so all ranks walk one path. The model is touched only in 6,
+when everything is right: a load that fails leaves it as it was, and leaves no memory behind.
+
+Weights that are changed before they serve (see :mod:`change`) come from peers as they are after
+the change. A skeleton that was itself changed before the load can take nothing else: where no peer
+has them there is no honest way left, and :class:`RestartRequired` says so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from warmcast.loader.change import Change, publish_truth, published_truth, shadow, truths_of
+from warmcast.loader.containers import Marks, State, collect, install, marks, on_device
+from warmcast.loader.errors import (
+    PeerBusy,
+    RestartRequired,
+    SkeletonMismatch,
+)
+from warmcast.loader.plan import NO_ARENA, Plan, Targets, make_plan, plan_changed
+from warmcast.loader.quorum import Group, Verdict
+from warmcast.loader.registry import BEAT, EXPIRY, Lease, Registry
+from warmcast.loader.report import Journal, LoadReport, Note
+from warmcast.loader.routes import Job, Source
+from warmcast.loader.routes.origin import OriginRoute
+from warmcast.loader.routes.peer import NoSender, PeerRoute
+from warmcast.loader.verify import Verified, verify
+from warmcast.manifests.deadline import Deadline
+from warmcast.manifests.errors import WarmcastError
+from warmcast.manifests.identity import Identity, Mesh
+from warmcast.manifests.manifest import Manifest
+from warmcast.manifests.origin import Origin
+
+T = TypeVar("T")
+
+PEER_SHARE = 0.5
+"""The part of the time left that finding, waiting for and receiving from peers may take."""
+
+ATTEMPTS = 3
+"""Transfers from peers that may fail before the origin is taken."""
+
+_AGAIN, _ORIGIN = "again", "origin"
+
+
+class Outvoted(WarmcastError):
+    """This rank could go on, but another could not; the message gives its reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a caller asked for."""
+
+    ref: str
+    device: torch.device
+    modules: Sequence[str]
+    mesh: Mesh
+    change: Change | None
+    ignore: Sequence[str]
+    keep: Sequence[str]
+    arena: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """Whom a worker can ask: the origin always, peers where there is a registry and a transport.
+
+    ``on_lease`` is given the lease under which the origin is read: its owner keeps it until this
+    worker serves, and gives it back if the load fails.
+    """
+
+    origin: Origin
+    registry: Registry | None
+    peers: PeerRoute | None
+    on_lease: Callable[[Lease], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A finished load, and what this worker can serve from now on.
+
+    ``served`` is None where the bytes after a change are not those that were published as the
+    truth: such a worker runs, but gives nothing to others.
+    """
+
+    report: LoadReport
+    served: Served | None
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A state as a sender gives it: its identity's digest and its memory, in a receiver's order.
+
+    ``segments`` is empty, and ``layout`` is ``NO_ARENA``, where the tensors lie in no arena.
+    ``marks`` tell whether the model still holds these very bytes.
+    """
+
+    identity: str
+    layout: str
+    tensors: tuple[Tensor, ...]
+    segments: tuple[Tensor, ...]
+    marks: Marks
+
+
+@dataclass(frozen=True, slots=True)
+class _Goal:
+    """What peers are asked for. ``plan`` is None for weights after a change: it follows from the
+    published truth, which may appear while this worker waits.
+    """
+
+    identity: Identity
+    state: State
+    plan: Plan | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Filled:
+    """Targets that were filled and verified, and by whom."""
+
+    route: str
+    source: Source
+    targets: Targets
+    verified: Verified
+
+
+class Walk:
+    """One load of one model, walking the tree."""
+
+    def __init__(
+        self, model: nn.Module, wanted: Wanted, ways: Ways, group: Group, deadline: Deadline
+    ) -> None:
+        self._model = model
+        self._wanted = wanted
+        self._ways = ways
+        self._group = group
+        self._deadline = deadline
+        self._journal = Journal()
+        self._targets: Targets | None = None
+        self._unprepared = False
+
+    def run(self) -> Loaded:
+        """Walk the tree to its end. An error leaves with the journal as its note."""
+        try:
+            return self._run()
+        except BaseException as cause:
+            self._free()
+            cause.add_note("\n".join(["the load went so:", *self._journal.lines()]))
+            raise
+
+    def _run(self) -> Loaded:
+        manifest = self._resolve()
+        state = collect(self._model, self._wanted.modules)
+        plan = self._together("skeleton", lambda note: self._match(manifest, state, note))
+        goal = self._together("identity", lambda note: self._goal(manifest, state, plan, note))
+        filled = self._from_peers(manifest, goal) if goal is not None else None
+        if filled is None:
+            filled = self._from_origin(manifest, state, plan)
+        served = self._together("ready", lambda note: self._finish(manifest, filled, note))
+        return Loaded(self._report(manifest, filled), served)
+
+    # 1 and 2: what is wanted, and into what
+
+    def _resolve(self) -> Manifest:
+        """The manifest, one for all ranks: a ref may move between two ranks' looks at it."""
+        origin, ref = self._ways.origin, self._wanted.ref
+        manifest = self._together(
+            "ref", lambda note: _noted(origin.resolve(ref, self._deadline), note)
+        )
+        digest = self._group.first(manifest.digest, self._deadline)
+        if self._group.size == 1:
+            return manifest
+        return self._together(
+            "manifest", lambda note: _noted(origin.manifest(digest, self._deadline), note)
+        )
+
+    def _match(self, manifest: Manifest, state: State, note: Note) -> Plan | None:
+        """The plan by which the origin's files fit; None for a skeleton that was changed before."""
+        wanted = self._wanted
+        try:
+            plan = make_plan(
+                state,
+                manifest,
+                mesh=wanted.mesh,
+                rank=self._group.rank,
+                modules=wanted.modules,
+                ignore=wanted.ignore,
+                keep=wanted.keep,
+            )
+        except SkeletonMismatch as cause:
+            if wanted.change is None:
+                raise
+            note.yes(f"taken as changed by {wanted.change.name} already: {cause}")
+            return None
+        parts = [f"{len(plan.placements)} tensors, {plan.nbytes:,} bytes"]
+        parts += [f"kept {_few(plan.kept)}"] if plan.kept else []
+        parts += [f"not loaded {_few(plan.skipped)}"] if plan.skipped else []
+        note.yes("; ".join(parts))
+        return plan
+
+    def _goal(
+        self, manifest: Manifest, state: State, plan: Plan | None, note: Note
+    ) -> _Goal | None:
+        """What peers would have to have; None where that is not known before it is there."""
+        change = self._wanted.change
+        if change is not None and plan is not None:
+            if change.prepare is None:
+                note.yes(f"known only after {change.name}, which cannot prepare a skeleton")
+                return None
+            self._unprepared = True
+            prepared = shadow(self._model)
+            change.prepare(prepared)
+            state = collect(prepared, self._wanted.modules)
+        identity = self._identity(manifest, state)
+        note.yes(identity.digest[:12])
+        return _Goal(identity, state, plan if change is None else None)
+
+    def _identity(self, manifest: Manifest, state: State) -> Identity:
+        change = self._wanted.change
+        return Identity(
+            model_key=manifest.model_key,
+            mesh_key=self._wanted.mesh.key,
+            state_key=state.key,
+            rank=self._group.rank,
+            environment_key=change.key(self._wanted.device) if change else None,
+        )
+
+    # 3 and 4: from a peer, or from one that is about to be one
+
+    def _from_peers(self, manifest: Manifest, goal: _Goal) -> _Filled | None:
+        """Weights from peers, for all ranks or for none; None if the origin is to be taken."""
+        able, _, _ = self._try("registry", lambda note: self._registered(goal, note))
+        if able is None:
+            return None
+        registry, peers = able
+        limit = self._deadline.share(PEER_SHARE)
+        failures = 0
+        while True:
+            with ExitStack() as stack:
+                found, verdict, problem = self._try(
+                    "peer",
+                    lambda note, stack=stack: self._meet(manifest, goal, peers, stack, limit, note),
+                )
+                if verdict and found is not None:
+                    filled = self._receive(found, peers, limit)
+                    if filled is not None:
+                        return filled
+                if found is not None:
+                    failures += 1
+                step = ""
+                if self._group.rank == 0:
+                    step = self._next(registry, peers, goal, problem, failures, stack, limit)
+            if self._group.first(step, self._deadline) == _ORIGIN:
+                return None
+
+    def _registered(self, goal: _Goal, note: Note) -> tuple[Registry, PeerRoute]:
+        registry, peers = self._ways.registry, self._ways.peers
+        if registry is None or peers is None:
+            missing = "registry" if registry is None else "transport for this device"
+            raise NoSender(f"no {missing}")
+        count = len(registry.senders(goal.identity.digest, self._deadline))
+        note.yes(f"{count} senders of {goal.identity.digest[:12]}")
+        return registry, peers
+
+    def _meet(
+        self,
+        manifest: Manifest,
+        goal: _Goal,
+        peers: PeerRoute,
+        stack: ExitStack,
+        limit: Deadline,
+        note: Note,
+    ) -> tuple[Plan, Source]:
+        """A plan, and a sender that is ready to fill it."""
+        plan = goal.plan
+        if plan is None:
+            truths = published_truth(self._ways.origin, goal.identity.digest, self._deadline)
+            if truths is None:
+                raise NoSender("nobody has published the weights after the change")
+            plan = plan_changed(goal.state, truths)
+        source = peers.find(self._job(manifest, plan, goal.identity), limit)
+        stack.callback(source.abandon)
+        note.yes(f"{source.name} answers, over {source.transport}")
+        return plan, source
+
+    def _receive(
+        self, found: tuple[Plan, Source], peers: PeerRoute, limit: Deadline
+    ) -> _Filled | None:
+        plan, source = found
+        filled, _, problem = self._fill("peer", plan, source, limit)
+        if problem is not None:
+            peers.blame(source.name)
+        return filled
+
+    def _next(
+        self,
+        registry: Registry,
+        peers: PeerRoute,
+        goal: _Goal,
+        problem: Exception | None,
+        failures: int,
+        stack: ExitStack,
+        limit: Deadline,
+    ) -> str:
+        """What all ranks do after a peer was not found, or failed them; rank 0 decides."""
+        identity = goal.identity.digest
+        with self._journal.stage("next") as note:
+            if failures >= ATTEMPTS or limit.expired:
+                note.yes(f"origin: {failures} tries with peers failed, or no time is left for more")
+                return _ORIGIN
+            try:
+                # The watch begins before the last look, so that no news falls between the two.
+                watch = stack.enter_context(registry.watch(identity, limit))
+                if isinstance(problem, NoSender) and peers.known(identity, limit):
+                    note.yes("again: a sender has just appeared")
+                    return _AGAIN
+                if problem is None:
+                    # This rank had a sender and another had not: its own may need a moment.
+                    news = watch.wait(limit.within(BEAT))
+                elif isinstance(problem, PeerBusy):
+                    # Busy senders have the weights: there is nothing to lead, only to wait for.
+                    news = watch.wait(limit.within(EXPIRY))
+                else:
+                    lease = registry.acquire(identity, limit)
+                    if lease is not None:
+                        self._ways.on_lease(lease)
+                        note.yes(f"origin: nobody else is loading it (lease {lease.fence})")
+                        return _ORIGIN
+                    news = watch.wait(limit.within(EXPIRY))
+                note.yes(f"again: {news or 'no news, but somebody may have gone'}")
+                return _AGAIN
+            except WarmcastError as cause:
+                note.yes(f"origin: {cause}")
+                return _ORIGIN
+
+    # 5: from the origin
+
+    def _from_origin(self, manifest: Manifest, state: State, plan: Plan | None) -> _Filled:
+        if plan is None:
+            change = self._wanted.change
+            raise RestartRequired(
+                f"{self._wanted.ref}: no peer gave the weights after "
+                f"{change.name if change else 'the change'}, and a checkpoint does not fit "
+                "containers that were changed before",
+                do="restart with an unchanged skeleton",
+            )
+        job = self._job(manifest, plan, self._identity(manifest, state))
+        source = OriginRoute(self._ways.origin).find(job, self._deadline)
+        filled, verdict, problem = self._fill("origin", plan, source, self._deadline)
+        if filled is None:
+            raise problem or Outvoted(f"{self._wanted.ref}: {verdict}")
+        return filled
+
+    def _job(self, manifest: Manifest, plan: Plan, identity: Identity) -> Job:
+        layout = plan.layout if self._wanted.arena else NO_ARENA
+        return Job(manifest, plan, identity, layout, self._wanted.device)
+
+    # Filling and checking, the same for every route
+
+    def _fill(
+        self, route: str, plan: Plan, source: Source, limit: Deadline
+    ) -> tuple[_Filled | None, Verdict, WarmcastError | None]:
+        """Fill a plan's targets from a source and verify them, on all ranks or none."""
+        targets = self._together("allocate", lambda note: self._allocate(plan, note))
+        name = "transfer" if source.transport else "read"
+        _, verdict, problem = self._try(name, lambda note: _fill(source, targets, limit, note))
+        if not verdict:
+            return None, verdict, problem
+        verified, verdict, problem = self._try(
+            "verify", lambda note: _verify(targets, self._deadline, note)
+        )
+        if not verdict or verified is None:
+            return None, verdict, problem
+        return _Filled(route, source, targets, verified), verdict, None
+
+    def _allocate(self, plan: Plan, note: Note) -> Targets:
+        """Memory for a plan; what an earlier route left dirty is used again where it fits."""
+        if self._targets is not None and self._targets.plan is plan:
+            note.yes("the same memory as before, filled anew")
+            return self._targets
+        self._free()
+        try:
+            self._targets = Targets.allocate(plan, self._wanted.device, arena=self._wanted.arena)
+        except torch.OutOfMemoryError:
+            raise WarmcastError(
+                f"{self._wanted.device}: no room for the weights",
+                expected=f"{plan.nbytes:,} bytes",
+                found="less",
+                do="free memory, or choose another device",
+            ) from None
+        return self._targets
+
+    def _free(self) -> None:
+        if self._targets is not None:
+            self._targets.free()
+            self._targets = None
+
+    # 6: into the model
+
+    def _finish(self, manifest: Manifest, filled: _Filled, note: Note) -> Served | None:
+        """Install what was filled, and apply the change where it is still to be applied."""
+        change, device = self._wanted.change, self._wanted.device
+        targets = filled.targets
+        received = any(p.entry is None for p in targets.plan.placements)
+        state = collect(self._model, self._wanted.modules)
+        if change is not None and change.prepare is not None and self._unprepared and received:
+            change.prepare(self._model)
+            state = collect(self._model, self._wanted.modules)
+            truths = {truth.name: truth for truth, _ in targets.pairs()}
+            targets = replace(targets, plan=plan_changed(state, truths))
+        kept = [c for c in state.containers if c.name in targets.plan.kept]
+        rest = on_device((*state.computed, *kept), device)
+        undo = install([*targets.installable(), *rest])
+        if change is not None and not received:
+            try:
+                change.apply(self._model)
+                return self._publish(manifest, note)
+            except BaseException:
+                undo()
+                raise
+        note.yes(f"{targets.plan.nbytes:,} bytes installed")
+        state = collect(self._model, self._wanted.modules)
+        return Served(
+            self._identity(manifest, state).digest,
+            targets.layout,
+            targets.tensors,
+            targets.arena.segments if targets.arena is not None else (),
+            marks(state),
+        )
+
+    def _publish(self, manifest: Manifest, note: Note) -> Served | None:
+        """The truth of the state after the change, published; None if another's stands."""
+        state = collect(self._model, self._wanted.modules)
+        identity = self._identity(manifest, state).digest
+        truths = truths_of(state, self._deadline)
+        if not publish_truth(self._ways.origin, identity, truths, self._deadline):
+            note.yes("changed, but not to the bytes that were published: not to be served to peers")
+            return None
+        note.yes(f"changed, and the truth of {len(truths)} tensors published")
+        ordered = sorted(state.containers, key=lambda container: container.name)
+        tensors = tuple(container.tensor.detach() for container in ordered)
+        return Served(identity, NO_ARENA, tensors, (), marks(state))
+
+    def _report(self, manifest: Manifest, filled: _Filled) -> LoadReport:
+        plan = filled.targets.plan
+        return LoadReport(
+            ref=self._wanted.ref,
+            manifest=manifest.digest,
+            rank=self._group.rank,
+            route=filled.route,
+            transport=filled.source.transport,
+            source=filled.source.name,
+            tensors=filled.verified.tensors,
+            bytes=filled.verified.nbytes,
+            seconds=self._journal.seconds,
+            verified=True,
+            kept=plan.kept,
+            skipped=plan.skipped,
+            stages=tuple(self._journal.stages),
+        )
+
+    # Voting
+
+    def _try(
+        self, name: str, action: Callable[[Note], T]
+    ) -> tuple[T | None, Verdict, WarmcastError | None]:
+        """Run a stage and vote on it: its result, the verdict, and this rank's own problem."""
+        value: T | None = None
+        problem: WarmcastError | None = None
+        with self._journal.stage(name) as note:
+            try:
+                value = action(note)
+            except WarmcastError as cause:
+                problem = cause
+            verdict = self._group.vote(problem is None, str(problem), self._deadline)
+            if not verdict:
+                note.no(str(problem) if problem is not None else str(verdict))
+        return value, verdict, problem
+
+    def _together(self, name: str, action: Callable[[Note], T]) -> T:
+        """Run a stage that has to succeed on all ranks; the error of this one, or of another."""
+        value, verdict, problem = self._try(name, action)
+        if problem is not None:
+            raise problem
+        if not verdict:
+            raise Outvoted(f"{self._wanted.ref}: {verdict}")
+        return cast("T", value)
+
+
+def _fill(source: Source, targets: Targets, limit: Deadline, note: Note) -> None:
+    began = time.monotonic()
+    source.fill(targets, limit)
+    rate = targets.plan.nbytes / max(time.monotonic() - began, 1e-9) / 1e9
+    note.yes(f"{targets.plan.nbytes:,} bytes at {rate:.2f} GB/s")
+
+
+def _verify(targets: Targets, deadline: Deadline, note: Note) -> Verified:
+    verified = verify(targets.pairs(), deadline)
+    note.yes(
+        f"CRC32C of {verified.nbytes:,} bytes, sampled hashes of {verified.tensors} tensors "
+        f"in {verified.layers} layers"
+    )
+    return verified
+
+
+def _noted(manifest: Manifest, note: Note) -> Manifest:
+    note.yes(f"{manifest.digest[:12]}, {len(manifest.files)} files, {manifest.nbytes:,} bytes")
+    return manifest
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

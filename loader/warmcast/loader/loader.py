@@ -1,0 +1,279 @@
+"""The Loader: what a worker holds from boot to exit."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+
+import torch
+from torch import nn
+
+from warmcast.loader import goodbye
+from warmcast.loader.address import host_id
+from warmcast.loader.change import Change
+from warmcast.loader.containers import collect, marks
+from warmcast.loader.environment import DEADLINE, Settings
+from warmcast.loader.heartbeat import Heartbeat
+from warmcast.loader.load import Loaded, Walk, Wanted, Ways
+from warmcast.loader.quorum import Group, group_from_env
+from warmcast.loader.registry import CALL, Lease, Registry
+from warmcast.loader.report import LoadReport
+from warmcast.loader.routes.peer import PeerRoute
+from warmcast.loader.serve import Sender
+from warmcast.loader.skeleton import skeleton
+from warmcast.loader.transports import Endpoint, Transport, transports_for
+from warmcast.manifests.deadline import Deadline
+from warmcast.manifests.errors import UsageError, WarmcastError
+from warmcast.manifests.identity import Mesh
+from warmcast.manifests.origin import Origin
+
+log = logging.getLogger("warmcast")
+
+GRACE = 30.0
+"""Seconds after a load for which its lease is kept for the call to :meth:`Loader.serve`."""
+
+
+class Loader:
+    """Gets verified weights from the fastest place that has them, and passes them on.
+
+    One loader serves one process. It owns a connection to the registry, a heartbeat thread while
+    something is kept there, and one sender for each model it serves; :meth:`close` ends them all,
+    and so do the end of the process and SIGTERM.
+    """
+
+    def __init__(
+        self,
+        origin: str,
+        registry: str | None = None,
+        *,
+        deadline: float = DEADLINE,
+        group: Group | None = None,
+    ) -> None:
+        """Make a loader of an origin's URL and a registry's (``redis://…``); None: no peers.
+
+        ``deadline`` is the time in seconds that a load may take, unless it is told otherwise.
+        ``group`` is the ranks that load together; None: those that torchrun's environment names.
+        """
+        self._origin = Origin.open(origin)
+        self._registry = Registry(registry) if registry else None
+        self._seconds = deadline
+        self._group = group
+        self._heartbeat = Heartbeat()
+        self._leases: dict[str, Lease] = {}
+        self._loaded: weakref.WeakKeyDictionary[nn.Module, tuple[Loaded, Wanted]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._senders: list[Sender] = []
+        self._worker = f"{os.uname().nodename[:200]}-{os.getpid()}-{secrets.token_hex(2)}"
+        goodbye.on_exit(self)
+
+    @classmethod
+    def from_env(cls) -> Loader:
+        """A loader as the environment says; see :mod:`warmcast.loader.environment`."""
+        settings = Settings.from_env()
+        return cls(settings.origin, settings.registry, deadline=settings.deadline)
+
+    @contextmanager
+    def skeleton(self) -> Iterator[None]:
+        """Build a model without its weights; see :func:`warmcast.loader.skeleton.skeleton`."""
+        with skeleton():
+            yield
+
+    def load(
+        self,
+        model: nn.Module,
+        ref: str,
+        device: str | torch.device = "cpu",
+        *,
+        modules: Sequence[str] = (),
+        mesh: Mesh | None = None,
+        change: Change | None = None,
+        ignore: Sequence[str] = (),
+        keep: Sequence[str] = (),
+        arena: bool = True,
+        deadline: float | None = None,
+    ) -> LoadReport:
+        """Fill a model with the weights that ``ref`` (``model@name``, or a digest) names.
+
+        All ranks of the group call it together. ``modules`` limits it to submodules (their names
+        in the state dict stay whole); ``mesh`` says how the ranks divide the model; ``change`` is
+        what the worker makes of the weights before it serves; ``ignore`` and ``keep`` are shell
+        patterns of tensors not to load and containers to leave as they are; ``arena=False`` leaves
+        allocation to torch, tensor by tensor.
+
+        Returns what happened, stage by stage. Raises :class:`WarmcastError`; the model is then as
+        it was before.
+        """
+        limit = Deadline.after(self._seconds if deadline is None else deadline)
+        group = self._joined(limit)
+        wanted = Wanted(
+            ref, _device(device), modules, mesh or _flat_mesh(group), change, ignore, keep, arena
+        )
+        if wanted.mesh.size != group.size:
+            raise UsageError(
+                "mesh", expected=f"{group.size} ranks, as the group has", found=wanted.mesh.size
+            )
+        taken: list[Lease] = []
+
+        def on_lease(lease: Lease) -> None:
+            taken.append(lease)
+            self._keep(lease)
+
+        transports = transports_for(wanted.device)
+        peers = None
+        if self._registry is not None and transports:
+            peers = PeerRoute(self._registry, self._endpoint(wanted.device, transports), transports)
+        ways = Ways(self._origin, self._registry, peers, on_lease)
+        try:
+            loaded = Walk(model, wanted, ways, group, limit).run()
+        except BaseException:
+            for lease in taken:
+                self._give_back(lease)
+            raise
+        self._loaded[model] = (loaded, wanted)
+        log.info("%s", loaded.report)
+        return loaded.report
+
+    def serve(self, model: nn.Module, *, max_receivers: int = 4) -> Sender | None:
+        """Be a sender of a loaded model's weights from now on, beside the worker's own work.
+
+        At most ``max_receivers`` are served at a time. Returns None, with nothing served, where
+        there is no registry, no transport, or the weights are not what was published.
+
+        Raises :class:`UsageError` if the model was not loaded by this loader, or its weights were
+        changed since without a ``change`` that says so.
+        """
+        if model not in self._loaded:
+            raise UsageError("serve", expected="a model that this loader has loaded")
+        loaded, wanted = self._loaded[model]
+        transports = transports_for(wanted.device)
+        if self._registry is None or loaded.served is None or not transports:
+            return None
+        if marks(collect(model, wanted.modules)) != loaded.served.marks:
+            raise UsageError(
+                "serve",
+                expected="the weights as they were when load() returned",
+                found="weights that were replaced or written since",
+                do="pass what changes them to load() as change=",
+            )
+        if wanted.device.type == "cuda":
+            torch.cuda.synchronize(wanted.device)
+        sender = Sender(
+            loaded.served,
+            wanted.device,
+            self._registry,
+            self._endpoint(wanted.device, transports),
+            transports,
+            self._heartbeat,
+            max_receivers=max_receivers,
+        )
+        sender.start(Deadline.after(CALL))
+        self._senders.append(sender)
+        # Only now: who waits for the lease must find the sender when it is free.
+        if lease := self._leases.get(loaded.served.identity):
+            self._give_back(lease)
+        return sender
+
+    def close(self) -> None:
+        """Give up presences and leases, and end the loader's threads and connections."""
+        for sender in self._senders:
+            sender.close()
+        self._senders.clear()
+        for lease in list(self._leases.values()):
+            self._give_back(lease)
+        self._heartbeat.close()
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+        if self._registry is not None:
+            self._registry.close()
+        self._origin.close()
+
+    def leave(self) -> None:
+        """Give up presences and leases at once; the process is about to end."""
+        for sender in self._senders:
+            sender.withdraw(Deadline.after(CALL))
+        for lease in list(self._leases.values()):
+            self._give_back(lease)
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _joined(self, deadline: Deadline) -> Group:
+        if self._group is None:
+            self._group = group_from_env(deadline)
+        return self._group
+
+    def _endpoint(self, device: torch.device, transports: Sequence[Transport]) -> Endpoint:
+        gpu = nccl = ""
+        if device.type == "cuda":
+            from warmcast.loader.transports import nccl_library
+
+            gpu = str(torch.cuda.get_device_properties(device).uuid)
+            nccl = nccl_library.version()
+        names = tuple(transport.name for transport in transports)
+        return Endpoint(
+            worker=self._worker,
+            host=host_id(),
+            device=device.type,
+            gpu=gpu,
+            nccl=nccl,
+            transports=names,
+        )
+
+    def _keep(self, lease: Lease) -> None:
+        """Renew a lease, for as long as the load takes and a while for :meth:`serve`."""
+        registry = self._registry
+        assert registry is not None
+        self._leases[lease.identity] = lease
+        until = Deadline.after(self._seconds + GRACE)
+
+        def beat(deadline: Deadline) -> bool:
+            if until.expired or not registry.renew(lease, deadline):
+                self._leases.pop(lease.identity, None)
+                return False
+            return True
+
+        self._heartbeat.keep(f"lease {lease.identity[:12]}", beat)
+
+    def _give_back(self, lease: Lease) -> None:
+        self._leases.pop(lease.identity, None)
+        self._heartbeat.drop(f"lease {lease.identity[:12]}")
+        if self._registry is not None:
+            try:
+                self._registry.release(lease, Deadline.after(CALL))
+            except WarmcastError as cause:
+                log.warning("lease left to expire: %s", cause)
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise UsageError("device", expected="cpu, cuda or cuda:N", found=repr(device)) from None
+    if found.type not in ("cpu", "cuda"):
+        raise UsageError("device", expected="cpu, cuda or cuda:N", found=str(found))
+    if found.type == "cuda":
+        if not torch.cuda.is_available():
+            raise UsageError("device", expected="a GPU that torch sees", found="none")
+        if found.index is None:
+            found = torch.device("cuda", torch.cuda.current_device())
+    return found
+
+
+def _flat_mesh(group: Group) -> Mesh:
+    """The mesh of a group whose ranks split no tensor."""
+    return Mesh() if group.size == 1 else Mesh.grid({"rank": group.size})

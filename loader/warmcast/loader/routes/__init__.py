@@ -1,0 +1,54 @@
+"""The Route protocol: a way to get the bytes.
+
+A route finds a *source*, and the source fills a rank's targets. Both are one rank's own affair;
+that all ranks take the same route, and that what arrived is what it should be, is the tree's
+(:mod:`warmcast.loader.load`). A new route is one file beside this one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from warmcast.loader.plan import Plan, Targets
+from warmcast.manifests.deadline import Deadline
+from warmcast.manifests.identity import Identity
+from warmcast.manifests.manifest import Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What one rank wants: this plan of this manifest, under this identity, on this device.
+
+    ``layout`` is that of the arena which will be filled.
+    """
+
+    manifest: Manifest
+    plan: Plan
+    identity: Identity
+    layout: str
+    device: torch.device
+
+
+class Source(Protocol):
+    """Somebody who has the bytes and is ready to give them."""
+
+    name: str
+    transport: str | None
+
+    def fill(self, targets: Targets, deadline: Deadline) -> None:
+        """Fill every target. After an error the targets are worth nothing."""
+
+    def abandon(self) -> None:
+        """Give up what was begun with the source, which will not be filled from."""
+
+
+class Route(Protocol):
+    """A way to find a source."""
+
+    name: str
+
+    def find(self, job: Job, deadline: Deadline) -> Source:
+        """Find a source; raises the error that says why there is none."""

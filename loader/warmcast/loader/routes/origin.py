@@ -1,0 +1,43 @@
+"""The origin: the store that the deployment was mirrored to. Always the last route."""
+
+from __future__ import annotations
+
+from warmcast.loader.errors import SkeletonMismatch
+from warmcast.loader.plan import Targets
+from warmcast.loader.routes import Job, Source
+from warmcast.loader.stream import stream
+from warmcast.manifests.deadline import Deadline
+from warmcast.manifests.manifest import Manifest
+from warmcast.manifests.origin import Origin
+
+
+class OriginRoute:
+    """Read the files' blobs from the origin."""
+
+    name = "origin"
+
+    def __init__(self, origin: Origin) -> None:
+        self._origin = origin
+
+    def find(self, job: Job, deadline: Deadline) -> Source:
+        """The origin itself; :class:`SkeletonMismatch` for a plan of changed weights."""
+        if any(placement.entry is None for placement in job.plan.placements):
+            raise SkeletonMismatch(
+                "origin", expected="containers as deployed", found="changed ones"
+            )
+        return _OriginSource(self._origin, job.manifest)
+
+
+class _OriginSource:
+    transport: str | None = None
+
+    def __init__(self, origin: Origin, manifest: Manifest) -> None:
+        self._origin = origin
+        self._manifest = manifest
+        self.name = origin.url
+
+    def fill(self, targets: Targets, deadline: Deadline) -> None:
+        stream(self._origin, self._manifest, targets, deadline)
+
+    def abandon(self) -> None:
+        """Nothing was begun."""

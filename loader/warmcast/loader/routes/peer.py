@@ -1,0 +1,127 @@
+"""A peer: a worker that has these weights in its memory and serves them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from warmcast.loader.address import address_for
+from warmcast.loader.errors import PeerBusy, PeerError, PeerRefused
+from warmcast.loader.handshake import Agreement, Lifeline, ask, confirm
+from warmcast.loader.plan import Targets
+from warmcast.loader.registry import Presence, Registry
+from warmcast.loader.routes import Job, Source
+from warmcast.loader.transports import Endpoint, Transfer, Transport
+from warmcast.manifests.deadline import Deadline
+
+
+class NoSender(PeerError):
+    """Nobody serves this identity."""
+
+
+class PeerRoute:
+    """Ask the registered senders, the nearest and least loaded first, until one says yes.
+
+    One object serves one load: senders that failed it are not asked again.
+    """
+
+    name = "peer"
+
+    def __init__(
+        self, registry: Registry, endpoint: Endpoint, transports: Sequence[Transport]
+    ) -> None:
+        self._registry = registry
+        self._endpoint = endpoint
+        self._transports = {transport.name: transport for transport in transports}
+        self._failed: set[str] = set()
+
+    def find(self, job: Job, deadline: Deadline) -> Source:
+        """Shake hands with a sender.
+
+        Raises :class:`NoSender` if none is registered, :class:`PeerBusy` if all that would serve
+        are busy, :class:`PeerError` if all failed, :class:`RegistryUnavailable`.
+        """
+        senders = [
+            sender
+            for sender in self._registry.senders(job.identity.digest, deadline)
+            if sender.sender not in self._failed
+        ]
+        if not senders:
+            failed = f"; {len(self._failed)} failed before" if self._failed else ""
+            raise NoSender(f"no sender of {job.identity.digest[:12]} is registered{failed}")
+        problems: list[PeerError] = []
+        for sender in sorted(senders, key=self._distance):
+            try:
+                return self._meet(job, sender, deadline)
+            except PeerError as cause:
+                problems.append(cause)
+                if not isinstance(cause, PeerBusy):
+                    self._failed.add(sender.sender)
+        busy = [problem for problem in problems if isinstance(problem, PeerBusy)]
+        raise busy[0] if busy else PeerError("; ".join(map(str, problems)))
+
+    def known(self, identity: str, deadline: Deadline) -> bool:
+        """Whether a sender is registered that has not failed this load."""
+        senders = self._registry.senders(identity, deadline)
+        return any(sender.sender not in self._failed for sender in senders)
+
+    def blame(self, sender: str) -> None:
+        """Do not ask this sender again: what it sent was wrong, or did not arrive."""
+        self._failed.add(sender)
+
+    def _meet(self, job: Job, sender: Presence, deadline: Deadline) -> Source:
+        agreement = ask(self._registry, sender, self._endpoint, job.layout, deadline)
+        transport = self._transports.get(agreement.answer.transport)
+        if transport is None:
+            raise PeerRefused(
+                f"sender {sender.sender}",
+                expected=f"a transport of {', '.join(self._transports)}",
+                found=repr(agreement.answer.transport),
+            )
+        return PeerSource(self._registry, sender, agreement, transport, job)
+
+    def _distance(self, sender: Presence) -> tuple[bool, int, str]:
+        return (sender.host != self._endpoint.host, sender.active, sender.sender)
+
+
+class PeerSource:
+    """A sender that has answered and waits for the confirmation."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        sender: Presence,
+        agreement: Agreement,
+        transport: Transport,
+        job: Job,
+    ) -> None:
+        self._registry = registry
+        self._agreement = agreement
+        self._transport = transport
+        self._job = job
+        self.sender = sender.sender
+        self.name = sender.sender
+        self.transport: str | None = transport.name
+
+    def fill(self, targets: Targets, deadline: Deadline) -> None:
+        """Confirm, and receive. Raises :class:`TransferFailed`, :class:`RegistryUnavailable`."""
+        ticket = self._transport.ticket()
+        try:
+            confirm(self._registry, self._agreement, ticket, deadline)
+        except BaseException:
+            self._transport.discard(ticket)
+            raise
+        request = self._agreement.ask.request
+        with Lifeline(self._registry, request, "receiver", "sender").kept() as lifeline:
+            transfer = Transfer(
+                request,
+                targets.regions(whole=self._agreement.answer.whole),
+                self._job.device,
+                self._registry,
+                address_for(self._registry.url),
+                deadline,
+                lifeline.check,
+            )
+            self._transport.receive(transfer, ticket)
+
+    def abandon(self) -> None:
+        """Nothing was allocated: the sender stops waiting after its second."""

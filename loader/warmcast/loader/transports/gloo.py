@@ -1,0 +1,113 @@
+"""Gloo: TCP between the CPUs of two workers, for models that are not on a GPU.
+
+A process group of two, made for one transfer and gone after it. The two find each other through
+the registry instead of a store of torch's own: no port is opened but the pair's, on the address by
+which the registry is reached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from warmcast.loader.errors import RegistryUnavailable, TransferFailed
+from warmcast.loader.registry import Registry, mailbox
+from warmcast.loader.transports import Endpoint, Transfer
+from warmcast.manifests.deadline import Deadline
+
+_PIECE = 16 << 20
+_NO_PROGRESS = 10.0
+"""Seconds that one piece may take before the peer counts as gone."""
+
+_SENDER, _RECEIVER = 0, 1
+
+
+class Gloo:
+    """Send and receive over a gloo pair."""
+
+    name = "gloo"
+
+    def usable(self, device: torch.device) -> bool:
+        """On the CPU, where torch has gloo."""
+        return device.type == "cpu" and dist.is_available() and dist.is_gloo_available()
+
+    def objection(self, mine: Endpoint, theirs: Endpoint) -> str | None:
+        """Both have to be on their CPU."""
+        return None if theirs.device == "cpu" else f"the peer's weights are on {theirs.device}"
+
+    def ticket(self) -> str:
+        """Nothing: both know the request, under which they find each other."""
+        return ""
+
+    def discard(self, ticket: str) -> None:
+        """Nothing was started."""
+
+    def receive(self, transfer: Transfer, ticket: str) -> None:
+        """Fill the regions from the sender."""
+        self._run(transfer, _RECEIVER, lambda pair, piece: pair.recv([piece], _SENDER, 0))
+
+    def send(self, transfer: Transfer, ticket: str) -> None:
+        """Send the regions to the receiver."""
+        self._run(transfer, _SENDER, lambda pair, piece: pair.send([piece], _RECEIVER, 0))
+
+    def _run(self, transfer: Transfer, rank: int, move: Callable[[Any, torch.Tensor], Any]) -> None:
+        store = _RegistryStore(transfer.registry, transfer.request, transfer.deadline)
+        try:
+            pair = dist.ProcessGroupGloo(store, rank, 2, _options(transfer))
+            for region in transfer.regions:
+                for begin in range(0, region.numel(), _PIECE):
+                    transfer.deadline.check("transferring weights")
+                    transfer.alive()
+                    work = move(pair, region[begin : begin + _PIECE])
+                    patience = min(_NO_PROGRESS, transfer.deadline.remaining())
+                    work.wait(timedelta(seconds=max(patience, 0.001)))
+        except RegistryUnavailable as cause:
+            raise TransferFailed(f"gloo: {cause}") from cause
+        except RuntimeError as cause:
+            if isinstance(cause, TransferFailed):
+                raise
+            raise TransferFailed(
+                "gloo",
+                expected="the peer to go on",
+                found=str(cause).split("\n", 1)[0].rpartition("] ")[2],
+            ) from cause
+
+
+def _options(transfer: Transfer) -> Any:
+    options = dist.ProcessGroupGloo._Options()
+    options._threads = 1
+    patience = min(_NO_PROGRESS, transfer.deadline.remaining())
+    options._timeout = timedelta(seconds=max(patience, 0.001))
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=transfer.address)]
+    return options
+
+
+class _RegistryStore(dist.Store):
+    """The store through which gloo's pair exchanges addresses, kept in the registry."""
+
+    def __init__(self, registry: Registry, request: str, deadline: Deadline) -> None:
+        super().__init__()
+        self._registry = registry
+        self._request = request
+        self._deadline = deadline.within(_NO_PROGRESS)
+
+    def set(self, key: str, value: bytes | str) -> None:
+        data = value.encode() if isinstance(value, str) else value
+        self._registry.push(self._box(key), data, self._deadline)
+
+    def get(self, key: str) -> bytes:
+        value = self._registry.peek(self._box(key), self._deadline)
+        if value is None:
+            raise RuntimeError(f"the peer did not come: no {key!r} in time")
+        return value
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        for key in keys:
+            self.get(key)
+
+    def _box(self, key: str) -> str:
+        return mailbox(f"{self._request}/{key}")
