@@ -24,20 +24,16 @@ class Leaver(Protocol):
 
 
 _leavers: weakref.WeakSet[Any] = weakref.WeakSet()
-_before: Any = None
-_installed = False
+_before: list[Any] = []  # the handler that stood before ours, once ours is installed
 
 
 def on_exit(leaver: Leaver) -> None:
     """Have ``leaver.leave()`` called at exit and at SIGTERM, as long as it exists."""
-    global _installed, _before
+    if not _leavers:
+        atexit.register(_leave_all)
     _leavers.add(leaver)
-    if _installed or threading.current_thread() is not threading.main_thread():
-        return
-    _before = signal.getsignal(signal.SIGTERM)
-    signal.signal(signal.SIGTERM, _terminated)
-    atexit.register(_leave_all)
-    _installed = True
+    if not _before and threading.current_thread() is threading.main_thread():
+        _before.append(signal.signal(signal.SIGTERM, _terminated))
 
 
 def _leave_all() -> None:
@@ -50,8 +46,9 @@ def _terminated(number: int, frame: FrameType | None) -> None:
     leaving = threading.Thread(target=_leave_all, name="warmcast-goodbye", daemon=True)
     leaving.start()
     leaving.join(3.0)
-    if callable(_before):
-        _before(number, frame)
-    elif _before is not signal.SIG_IGN:
+    before = _before[0]
+    if callable(before):
+        before(number, frame)
+    elif before is not signal.SIG_IGN:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)

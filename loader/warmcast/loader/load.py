@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar, cast
 
 import torch
@@ -87,7 +88,7 @@ class Ways:
     origin: Origin
     registry: Registry | None
     peers: PeerRoute | None
-    on_lease: Callable[[Lease], None]
+    on_lease: Callable[[Registry, Lease], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +254,7 @@ class Walk:
             with ExitStack() as stack:
                 found, verdict, problem = self._try(
                     "peer",
-                    lambda note, stack=stack: self._meet(manifest, goal, peers, stack, limit, note),
+                    partial(self._meet, manifest, goal, peers, stack, limit),
                 )
                 if verdict and found is not None:
                     filled = self._receive(found, peers, limit)
@@ -337,7 +338,7 @@ class Walk:
                 else:
                     lease = registry.acquire(identity, limit)
                     if lease is not None:
-                        self._ways.on_lease(lease)
+                        self._ways.on_lease(registry, lease)
                         note.yes(f"origin: nobody else is loading it (lease {lease.fence})")
                         return _ORIGIN
                     news = watch.wait(limit.within(EXPIRY))

@@ -120,9 +120,9 @@ class Loader:
             )
         taken: list[Lease] = []
 
-        def on_lease(lease: Lease) -> None:
+        def on_lease(registry: Registry, lease: Lease) -> None:
             taken.append(lease)
-            self._keep(lease)
+            self._keep(registry, lease)
 
         transports = transports_for(wanted.device)
         peers = None
@@ -234,10 +234,8 @@ class Loader:
             transports=names,
         )
 
-    def _keep(self, lease: Lease) -> None:
+    def _keep(self, registry: Registry, lease: Lease) -> None:
         """Renew a lease, for as long as the load takes and a while for :meth:`serve`."""
-        registry = self._registry
-        assert registry is not None
         self._leases[lease.identity] = lease
         until = Deadline.after(self._seconds + GRACE)
 

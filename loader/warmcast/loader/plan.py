@@ -236,7 +236,8 @@ class _Matching:
             more = len(self.problems) - 5
             listed = "; ".join(self.problems[:5]) + (f"; and {more} more" if more > 0 else "")
             raise SkeletonMismatch(
-                f"skeleton: {len(self.problems)} differences from {self.manifest.model!r}: {listed}",
+                f"skeleton: {len(self.problems)} differences from {self.manifest.model!r}: "
+                f"{listed}",
                 do="build the model that was deployed, or name what differs by design "
                 "with modules=, ignore= or keep=",
             )
@@ -349,9 +350,10 @@ class _Matching:
             self.problems.append(f"{entry.name} is viewed by {tied[0][0].name} but not dense")
         containers = [] if owner is None else [(owner, shape, stride, 0)]
         containers += [(c, tuple(c.tensor.shape), tie.stride, tie.offset) for c, tie in tied]
-        for container, *_ in containers:
-            wanted = shape if container is owner else self._tied_shape(container)
-            self._fits(container, dtype, wanted)
+        if owner is not None:
+            self._fits(owner, dtype, shape)
+        for container, tie in tied:
+            self._fits(container, dtype, tie.shape)
         numel = math.prod(shape)
         last = sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if numel else -1
         truth = Truth(
@@ -372,15 +374,13 @@ class _Matching:
             tuple(containers),
         )
 
-    def _tied_shape(self, container: Container) -> tuple[int, ...]:
-        return next(self.tied[name].shape for name in container.names if name in self.tied)
-
     def _fits(self, container: Container, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         tensor = container.tensor
         if tensor.dtype != dtype:
             found = safetensors_name(tensor.dtype) or str(tensor.dtype)
             self.problems.append(
-                f"{container.name} is {safetensors_name(dtype)} in the manifest, {found} in the model"
+                f"{container.name} is {safetensors_name(dtype)} in the manifest, "
+                f"{found} in the model"
             )
         elif tuple(tensor.shape) != shape:
             self.problems.append(

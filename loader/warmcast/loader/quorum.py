@@ -13,10 +13,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from warmcast.loader.errors import GroupLost
 from warmcast.manifests.deadline import Deadline
@@ -77,12 +78,13 @@ class Alone:
 class GlooGroup:
     """The ranks that torchrun started, over a process group of their own."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, deadline: Deadline) -> None:
+    def __init__(self, store: Store, rank: int, size: int, deadline: Deadline) -> None:
         self.rank = rank
         self.size = size
         timeout = timedelta(seconds=max(deadline.remaining(), 0.001))
         try:
-            self._group = dist.ProcessGroupGloo(store, rank, size, timeout)
+            # torch's stubs know less of this class than it has.
+            self._group: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
         except RuntimeError as cause:
             raise GroupLost(
                 f"rank {rank}", expected=f"{size} ranks to meet", found=_first_line(cause)
@@ -94,7 +96,7 @@ class GlooGroup:
         reasons = tuple(
             (rank, ballot[1:].decode(errors="replace"))
             for rank, ballot in enumerate(ballots)
-            if not ballot[:1] == b"\x01"
+            if ballot[:1] != b"\x01"
         )
         return Verdict(not reasons, reasons)
 
@@ -137,18 +139,18 @@ def group_from_env(deadline: Deadline) -> Group:
     if not 0 <= rank < size:
         raise UsageError("RANK", expected=f"0 to {size - 1}, as WORLD_SIZE says", found=rank)
     store = _default_store() or _env_store(rank, deadline)
-    return GlooGroup(dist.PrefixStore("warmcast/", store), rank, size, deadline)
+    return GlooGroup(PrefixStore("warmcast/", store), rank, size, deadline)
 
 
-def _default_store() -> dist.Store | None:
+def _default_store() -> Store | None:
     """The store of the process group that the engine has made already, if it has."""
     if not dist.is_initialized():
         return None
-    store: dist.Store = dist.distributed_c10d._get_default_store()
+    store: Store = dist.distributed_c10d._get_default_store()
     return store
 
 
-def _env_store(rank: int, deadline: Deadline) -> dist.Store:
+def _env_store(rank: int, deadline: Deadline) -> Store:
     host = os.environ.get("MASTER_ADDR")
     port = _number("MASTER_PORT", 0)
     if not host or not port:
@@ -160,7 +162,7 @@ def _env_store(rank: int, deadline: Deadline) -> dist.Store:
     # torchrun's agent serves the store itself; without an agent rank 0 does, as env:// would.
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        return dist.TCPStore(
+        return TCPStore(
             host,
             port,
             is_master=serves,

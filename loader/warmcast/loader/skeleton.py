@@ -51,8 +51,8 @@ def skeleton() -> Iterator[None]:
         builder = _Builder()
         original = nn.Module.register_parameter
 
-        def register_parameter(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-            original(self, name, parameter)
+        def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+            original(self, name, param)
             if threading.get_ident() == builder.thread:
                 builder.registered(self, name)
 
@@ -83,7 +83,7 @@ class _Builder(TorchDispatchMode):
     """Watches what is written where, so that uninitialised memory can be told from data."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.thread = threading.get_ident()
         # Storages that hold nothing worth keeping. They are held, untouched and therefore without
         # pages, because the address of one that was freed could come back holding data.

@@ -64,8 +64,8 @@ class _Run:
             low = max(row * self.pitch + self.low, start)
             high = min(row * self.pitch + self.high, stop)
             if low < high:
-                place = row * (self.high - self.low) + low - row * self.pitch - self.low
-                self.target[place : place + high - low].copy_(
+                first_byte = row * (self.high - self.low) + low - row * self.pitch - self.low
+                self.target[first_byte : first_byte + high - low].copy_(
                     buffer[offset + low : offset + high], non_blocking=True
                 )
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from warmcast.loader.errors import RegistryUnavailable, TransferFailed
 from warmcast.loader.registry import Registry, mailbox
@@ -78,15 +79,16 @@ class Gloo:
 
 
 def _options(transfer: Transfer) -> Any:
-    options = dist.ProcessGroupGloo._Options()
+    gloo: Any = dist.ProcessGroupGloo  # torch's stubs know less of it than it has
+    options = gloo._Options()
     options._threads = 1
     patience = min(_NO_PROGRESS, transfer.deadline.remaining())
     options._timeout = timedelta(seconds=max(patience, 0.001))
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=transfer.address)]
+    options._devices = [gloo.create_device(hostname=transfer.address)]
     return options
 
 
-class _RegistryStore(dist.Store):
+class _RegistryStore(Store):
     """The store through which gloo's pair exchanges addresses, kept in the registry."""
 
     def __init__(self, registry: Registry, request: str, deadline: Deadline) -> None:
