@@ -82,16 +82,16 @@ class InProcess:
     def __init__(self, ticker: Ticker) -> None:
         self._ticker = ticker
 
-    def call(self, step: str, function: Callable[[], R]) -> R:  # noqa: ARG002
+    def call(self, step: str, function: Callable[[], R]) -> R:
         """Call the function."""
         return function()
 
     def map(
         self,
-        step: str,  # noqa: ARG002
+        step: str,
         function: Callable[[T], R],
         items: Sequence[T],
-        label: Callable[[T], str],  # noqa: ARG002
+        label: Callable[[T], str],
     ) -> list[R]:
         """Call the function for each item in a few threads."""
         guarded = self._ticker.guarded(function)

@@ -128,9 +128,9 @@ def _convert(job: Job, tell: Any) -> dict[str, Any]:
     torch.set_num_threads(1)
     _bound_memory(2 * Path(job.source).stat().st_size + ALLOWANCE)
     loaded = _load(job)
-    tensors, ignored = _state_dict(loaded, job.path)
+    tensors, ignored = state_dict(loaded, job.path)
     del loaded
-    plain = {name: _plain(job.path, name, tensor) for name, tensor in tensors.items()}
+    plain = {name: plain(job.path, name, tensor) for name, tensor in tensors.items()}
     stored = resolve_ties((_view(n, t) for n, t in plain.items()), job.first_hidden)
     return _write(job, plain, stored, tell) | {"ignored": ignored}
 
@@ -212,7 +212,7 @@ def _invalid(path: str, cause: Exception) -> InvalidCheckpoint:
     )
 
 
-def _state_dict(loaded: Any, path: str) -> tuple[dict[str, torch.Tensor], list[str]]:
+def state_dict(loaded: Any, path: str) -> tuple[dict[str, torch.Tensor], list[str]]:
     """The tensors by name, and what was left out."""
     if not isinstance(loaded, Mapping):
         raise InvalidCheckpoint(path, expected="a dict of tensors", found=type(loaded).__name__)
@@ -286,7 +286,7 @@ def _names(keys: Any) -> str:
     return ", ".join(name[:40] for name in names[:8]) + (", …" if len(names) > 8 else "")
 
 
-def _plain(path: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
+def plain(path: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as bytes in memory, or :class:`InvalidCheckpoint`."""
     import torch
 

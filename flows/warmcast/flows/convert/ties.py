@@ -11,8 +11,8 @@ tensors are tied where they share *elements*; two halves of one storage that sha
 - A tensor that shares nothing is stored row-major, whatever its strides.
 
 Tensors without elements share nothing. Tensors of different dtypes over one storage are stored
-apart, because a view has its base's dtype. Nothing here is larger than the storages themselves,
-except that a storage seen under several dtypes is stored once for each.
+apart, because a view has its base's dtype. Of each storage, at most twice its length is stored for
+each dtype, whatever the views.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from warmcast.manifests.manifest import TiedEntry
 
 HIDDEN = "warmcast.storage."
 """What the name of a tensor that exists only to be viewed begins with."""
+
+_PIECE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,32 +102,61 @@ def resolve_ties(views: Iterable[View], first_hidden: int = 0) -> list[Stored]:
         else:
             groups.setdefault((view.storage, view.dtype), []).append(view)
     for group in groups.values():
+        spans = []
         for component in _components(group):
-            item = _store(component, f"{HIDDEN}{first_hidden}")
-            first_hidden += item.span is not None
-            stored.append(item)
+            whole = _stored_whole(component)
+            if whole is None:
+                spans.append(component)
+            else:
+                stored.append(whole)
+        for views in _merged(spans):
+            stored.append(_stored_span(views, f"{HIDDEN}{first_hidden}"))
+            first_hidden += 1
     return stored
 
 
-def _store(views: Sequence[View], hidden: str) -> Stored:
-    """What is written for tensors that share elements; ``views`` in load order."""
-    begin, end = min(v.offset for v in views), max(v.end for v in views)
-    base: View | None
-    origin: int | None
-    if len({v.place for v in views}) == 1 and not _overlaps_itself(views[0]):
-        base, origin = views[0], None
-    else:
-        covering = (v for v in views if v.is_row_major and (v.offset, v.end) == (begin, end))
-        base, origin = next(covering, None), begin
+def _stored_whole(views: Sequence[View]) -> Stored | None:
+    """Tensors that share elements, as one of them and its views; None if none will do.
+
+    ``views`` are in load order.
+    """
+    first, *rest = views
+    if all(v.place == first.place for v in rest):
+        if _overlaps_itself(first):
+            return None
+        tied = tuple(_tie(v, first.name, row_major(v.shape), 0) for v in rest)
+        return Stored(first.name, first, None, tied)
+    extent = _extent(views)
+    base = next((v for v in views if v.is_row_major and (v.offset, v.end) == extent), None)
     if base is None:
-        tied = tuple(_tie(v, hidden, v.place[1], v.offset - begin) for v in views)
-        return Stored(hidden, views[0], (begin, end), tied)
-    others = (v for v in views if v is not base)
-    if origin is None:
-        tied = tuple(_tie(v, base.name, row_major(v.shape), 0) for v in others)
-    else:
-        tied = tuple(_tie(v, base.name, v.place[1], v.offset - origin) for v in others)
+        return None
+    tied = tuple(
+        _tie(v, base.name, v.place[1], v.offset - base.offset) for v in views if v is not base
+    )
     return Stored(base.name, base, None, tied)
+
+
+def _stored_span(views: Sequence[View], hidden: str) -> Stored:
+    """Tensors as views of their common span."""
+    begin, end = _extent(views)
+    tied = tuple(_tie(v, hidden, v.place[1], v.offset - begin) for v in views)
+    return Stored(hidden, views[0], (begin, end), tied)
+
+
+def _merged(components: Iterable[list[View]]) -> Iterator[list[View]]:
+    """Groups whose spans overlap, as one: else many that interleave would each be stored long."""
+    run: list[View] = []
+    for views in sorted(components, key=_extent):
+        if run and _extent(views)[0] >= _extent(run)[1]:
+            yield run
+            run = []
+        run = run + views
+    if run:
+        yield run
+
+
+def _extent(views: Sequence[View]) -> tuple[int, int]:
+    return min(v.offset for v in views), max(v.end for v in views)
 
 
 def _tie(view: View, of: str, stride: tuple[int, ...], offset: int) -> TiedEntry:
@@ -153,7 +184,7 @@ def _split(views: list[View]) -> Iterator[list[View]]:
         # Without gaps inside, an overlap of extents is one of elements.
         yield views
         return
-    begin, end = min(v.offset for v in views), max(v.end for v in views)
+    begin, end = _extent(views)
     by_place: dict[Any, list[View]] = {}
     for view in views:
         by_place.setdefault(view.place, []).append(view)
@@ -182,10 +213,11 @@ def _painted(classes: list[list[View]], begin: int, end: int) -> Iterator[list[V
         area = canvas[view.offset - begin : view.end - begin]
         if math.prod(view.shape) <= len(area):
             area = torch.as_strided(canvas, view.shape, view.stride, view.offset - begin)
-        colours: list[int] = torch.unique(area).tolist()
-        for below in colours:
-            if below:
-                parent[root(below)] = root(colour)
+        # In pieces, because finding the distinct values of a tensor takes several times its memory.
+        for piece in area.reshape(-1).split(_PIECE):
+            for below in torch.unique(piece).tolist():
+                if below:
+                    parent[root(below)] = root(colour)
         area.fill_(colour)
     groups: dict[int, list[View]] = {}
     for colour, same in enumerate(classes, 1):

@@ -1,0 +1,103 @@
+"""What the tests of deploying share: checkpoints on disk, and the way back from the origin."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from warmcast.flows.convert.pickle_child import DTYPES
+from warmcast.manifests import Manifest, Origin
+from warmcast.manifests.deadline import Deadline
+
+TORCH = {name: getattr(torch, dtype) for dtype, name in DTYPES.items()}
+
+Restore = Callable[[Manifest], dict[str, torch.Tensor]]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """An empty repository but for its config."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"hidden_size": 8, "name": "böse"}))
+    (folder / "tokenizer.json").write_bytes(b"{}")
+    return folder
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Path:
+    """A folder for work folders, which must be empty after each deploy."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def restore(file_url: str, deadline: Deadline) -> Restore:
+    """Rebuild a state dict from a manifest and its blobs, as a loader would: ties as views."""
+
+    def rebuild(manifest: Manifest) -> dict[str, torch.Tensor]:
+        state: dict[str, torch.Tensor] = {}
+        with Origin.open(file_url) as origin:
+            for entry in manifest.tensors:
+                buffer = bytearray(entry.nbytes)
+                sha256 = manifest.file[entry.file].sha256
+                origin.read_blob(sha256, entry.begin, memoryview(buffer), deadline)
+                dtype, shape = TORCH[entry.dtype], list(entry.shape)
+                if entry.dtype == "F4":
+                    shape[-1] //= 2
+                flat = (
+                    torch.frombuffer(buffer, dtype=torch.uint8).clone()
+                    if buffer
+                    else torch.empty(0, dtype=torch.uint8)
+                )
+                state[entry.name] = flat.view(dtype).reshape(shape)
+        for tie in manifest.tied:
+            base = state[tie.of]
+            pairs = base.dtype == TORCH["F4"]  # tied whole, always
+            state[tie.name] = (
+                base if pairs else torch.as_strided(base, tie.shape, tie.stride, tie.offset)
+            )
+        return {name: t for name, t in state.items() if not name.startswith("warmcast.storage.")}
+
+    return rebuild
+
+
+def bits(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
+    """What makes two tensors the same, to the bit."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    raw = bytes(flat.view(torch.uint8).tolist()) if flat.numel() else b""
+    return tensor.dtype, tuple(tensor.shape), raw
+
+
+@pytest.fixture
+def same_bits() -> Callable[[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], None]:
+    """Assert that two state dicts hold the same names, dtypes, shapes and bits."""
+
+    def compare(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+        assert set(found) == set(expected)
+        for name in expected:
+            assert bits(found[name]) == bits(expected[name]), name
+
+    return compare
+
+
+def every_dtype() -> dict[str, torch.Tensor]:
+    """A tensor of random bits of each dtype that torch can pickle and safetensors store."""
+    generator = torch.Generator().manual_seed(7)
+    state = {}
+    for name, dtype in TORCH.items():
+        raw = torch.randint(0, 256, (24,), dtype=torch.uint8, generator=generator)
+        if dtype == torch.bool:
+            raw = raw % 2
+        state[f"layers.0.{name}"] = raw.view(dtype)
+    return state
+
+
+@pytest.fixture
+def dtypes_state() -> dict[str, torch.Tensor]:
+    return every_dtype()

@@ -1,0 +1,255 @@
+"""What comes back from the origin is what ``torch.load`` and ``load_file`` give, to the bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file, save_model
+
+from warmcast.flows.errors import InvalidCheckpoint
+from warmcast.flows.run import deploy
+from warmcast.manifests import Manifest, Origin
+from warmcast.manifests.origin import blob_key
+
+OLD = {torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32}
+
+
+def pickled(
+    state: object, source: Path, name: str = "pytorch_model.bin", **options: object
+) -> Path:
+    torch.save(state, source / name, **options)
+    return source
+
+
+@pytest.fixture
+def deployed(source, file_url, work, deadline):
+    """Deploys a state dict as a pickle; its manifest."""
+
+    def run(state: object, name: str = "pytorch_model.bin", legacy: bool = False) -> Manifest:
+        pickled(state, source, name, _use_new_zipfile_serialization=not legacy)
+        result = deploy(source, file_url, "m@a", work=work, deadline=deadline)
+        assert not list(work.iterdir())
+        return result.manifest
+
+    return run
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "weights.pt", "weights.pth"])
+def test_pickles(deployed, restore, same_bits, dtypes_state, name, legacy):
+    if legacy:  # torch cannot load what it saved of the newer dtypes in its old format
+        dtypes_state = {n: t for n, t in dtypes_state.items() if t.dtype in OLD}
+    state = dtypes_state | {"scalar": torch.tensor(3.5), "empty": torch.empty(0, 4)}
+    manifest = deployed(state, name, legacy)
+    same_bits(restore(manifest), state)
+    assert not manifest.tied
+    assert [f.path for f in manifest.files] == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    assert manifest.config == {"hidden_size": 8, "name": "böse"}
+
+
+def test_converted_file_is_what_the_library_reads(
+    deployed, file_url, dtypes_state, same_bits, tmp_path
+):
+    manifest = deployed(dtypes_state)
+    path = Path(file_url.removeprefix("file://")) / blob_key(
+        manifest.file["model.safetensors"].sha256
+    )
+    shutil.copy(path, tmp_path / "copy.safetensors")
+    same_bits(load_file(tmp_path / "copy.safetensors"), dtypes_state)
+
+
+def test_non_contiguous(deployed, restore, same_bits):
+    base = torch.randn(6, 8, dtype=torch.bfloat16)
+    state = {
+        "transposed": base.clone().t(),
+        "strided": base.clone()[::2, 1::3],
+        "permuted": torch.randn(2, 3, 4).permute(2, 0, 1),
+        "fp8": torch.randn(4, 6).to(torch.float8_e4m3fn).t(),
+        "complex": torch.randn(3, 4, dtype=torch.complex64).t(),
+        "conjugate": torch.randn(3, 4, dtype=torch.complex64).conj(),
+    }
+    manifest = deployed(state)
+    same_bits(restore(manifest), {n: t.resolve_conj() for n, t in state.items()})
+    assert not manifest.tied
+
+
+def test_tied_whole_is_stored_once(deployed, restore, same_bits):
+    embed = torch.randn(16, 4)
+    state = {"lm_head.weight": embed, "model.embed_tokens.weight": embed, "norm": torch.ones(4)}
+    manifest = deployed(state)
+    assert {t.name for t in manifest.tensors} == {"model.embed_tokens.weight", "norm"}
+    found = restore(manifest)
+    same_bits(found, state)
+    found["lm_head.weight"].fill_(0)
+    assert not found["model.embed_tokens.weight"].any()
+
+
+def test_view_of_another(deployed, restore, same_bits):
+    fused = torch.randn(12, 4)
+    state = {"qkv": fused, "q": fused[:4], "k": fused[4:8], "first": fused[:, 0], "t": fused.t()}
+    manifest = deployed(state)
+    assert [t.name for t in manifest.tensors] == ["qkv"]
+    found = restore(manifest)
+    same_bits(found, state)
+    found["qkv"].zero_()
+    assert not any(t.any() for t in found.values())
+
+
+def test_partial_overlap_has_a_hidden_base(deployed, restore, same_bits):
+    line = torch.arange(10.0)
+    state = {"a": line[:6], "b": line[4:], "apart": torch.ones(2)}
+    manifest = deployed(state)
+    assert sorted(t.name for t in manifest.tensors) == ["apart", "warmcast.storage.0"]
+    found = restore(manifest)
+    same_bits(found, state)
+    found["a"].zero_()
+    assert found["b"].tolist() == [0, 0, 6, 7, 8, 9]
+
+
+def test_tie_to_a_transposed_tensor(deployed, restore, same_bits):
+    turned = torch.randn(4, 6).t()  # dense, but not row-major
+    state = {"a": turned, "b": turned, "c": turned[1:3]}
+    found = restore(deployed(state))
+    same_bits(found, state)
+    found["a"].zero_()
+    assert not found["b"].any()
+    assert not found["c"].any()
+
+
+def test_slices_that_share_no_element_are_not_tied(deployed, restore, same_bits):
+    fused = torch.randn(4, 6)
+    state = {"left": fused[:, :3], "right": fused[:, 3:]}
+    manifest = deployed(state)
+    assert not manifest.tied
+    same_bits(restore(manifest), state)
+
+
+def test_expanded_tensor_stays_small(deployed, restore):
+    state = {"big": torch.ones(1).expand(1 << 20, 1 << 20), "other": torch.ones(3)}
+    manifest = deployed(state)
+    assert manifest.file["model.safetensors"].size < 4096
+    big = restore(manifest)["big"]
+    assert (tuple(big.shape), big.stride(), big[5, 7].item()) == ((1 << 20, 1 << 20), (0, 0), 1.0)
+
+
+def test_ties_of_fp4_pairs(deployed, restore, same_bits):
+    base = torch.randint(0, 256, (4, 6), dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    state = {"a": base, "b": base}
+    manifest = deployed(state)
+    assert [(t.shape, t.stride) for t in manifest.tied] == [((4, 12), (12, 1))]
+    same_bits(restore(manifest), state)
+
+
+def test_parameters_and_wrappers(deployed, restore, same_bits):
+    weight = torch.nn.Parameter(torch.randn(3, 3))
+    step = {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [{"lr": 0.1}]}
+    manifest = deployed({"epoch": 3, "optimizer": step, "state_dict": {"w": weight, "n": 5}})
+    same_bits(restore(manifest), {"w": weight})
+
+
+def test_left_out_is_told(source, file_url, work):
+    pickled({"epoch": 3, "model": {"w": torch.ones(1), "n": 5}}, source)
+    (source / "model.onnx").write_bytes(b"x")
+    (source / "optimizer.pt").write_bytes(b"x")
+    (source / ".cache").mkdir()
+    (source / ".cache" / "x").write_bytes(b"x")
+    result = deploy(source, file_url, "m@a", work=work)
+    told = "\n".join(result.left_out)
+    for part in ("model.onnx", "optimizer.pt", "'epoch' (int)", "'n' (int)"):
+        assert part in told
+    assert "model.onnx" not in result.manifest.file
+    assert ".cache/x" not in result.manifest.file
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ([torch.ones(1)], "a dict of tensors"),
+        ({"a": 1}, "keys a"),
+        ({"model": {"w": torch.ones(1)}, "ema": {"w": torch.ones(1)}}, "ema, model"),
+        ({"weights": {"w": torch.ones(1)}}, "weights"),
+        ({"w": torch.ones(1), "deep": {"x": [torch.ones(1)]}}, "deep"),
+        ({"w": torch.ones(2, 2).to_sparse()}, "sparse"),
+        ({"w": torch.ones(2, device="meta")}, "meta"),
+        ({"w": torch.ones(2, dtype=torch.complex128)}, "complex128"),
+        ({3: torch.ones(2)}, "names of tensors"),
+    ],
+)
+def test_what_cannot_be_stored_is_refused(deployed, state, words):
+    with pytest.raises(InvalidCheckpoint, match=words):
+        deployed(state)
+
+
+def test_sharded_pickles(source, file_url, work, restore, same_bits):
+    embed = torch.randn(8, 4)
+    shards = [
+        {
+            "embed.weight": embed,
+            "lm_head.weight": embed,
+            "a": torch.ones(3),
+            "b": torch.ones(4)[1:3],
+        },
+        {"layers.0.w": torch.randn(5, 5).t(), "layers.1.w": torch.randn(2), "x": torch.arange(4)},
+    ]
+    line = torch.arange(9.0)
+    shards[0] |= {"over.1": line[:5], "over.2": line[3:]}
+    shards[1] |= {"over.3": line[:5].clone()}
+    shards[1]["over.4"] = shards[1]["over.3"].expand(2, 5)
+    names = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"]
+    for name, state in zip(names, shards, strict=True):
+        torch.save(state, source / name)
+    weight_map = {key: n for n, state in zip(names, shards, strict=True) for key in state}
+    index = source / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    result = deploy(source, file_url, "m@a", work=work, max_shard_nbytes=100)
+    same_bits(restore(result.manifest), shards[0] | shards[1])
+    assert result.manifest.tensor["warmcast.storage.0"]
+    assert "pytorch_model.bin.index.json" not in result.manifest.file
+    written = json.loads(
+        (Path(file_url.removeprefix("file://"))
+         / blob_key(result.manifest.file["model.safetensors.index.json"].sha256)).read_text()
+    )  # fmt: skip
+    stored = {t.name: t.file for t in result.manifest.tensors}
+    assert written["weight_map"] == stored
+    assert written["metadata"]["total_size"] == sum(t.nbytes for t in result.manifest.tensors)
+    assert len(set(stored.values())) > 2
+
+
+def test_safetensors_are_kept_byte_for_byte(source, file_url, restore, same_bits, dtypes_state):
+    save_file(dtypes_state, source / "model.safetensors", metadata={"format": "pt"})
+    (source / "1_Dense").mkdir()
+    save_file({"linear.weight": torch.ones(2)}, source / "1_Dense" / "model.safetensors")
+    torch.save({"other": torch.ones(1)}, source / "pytorch_model.bin")
+    manifest = deploy(source, file_url, "m@a").manifest
+    same_bits(restore(manifest), load_file(source / "model.safetensors"))
+    assert "1_Dense/model.safetensors" in manifest.file
+    assert "pytorch_model.bin" not in manifest.file
+    with Origin.open(file_url) as origin:
+        path = Path(origin.url.removeprefix("file://"))
+    for file in manifest.files:
+        assert (path / blob_key(file.sha256)).read_bytes() == (source / file.path).read_bytes()
+
+
+def test_ties_in_safetensors_metadata(source, file_url, restore):
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = torch.nn.Embedding(5, 3)
+            self.head = torch.nn.Linear(3, 5, bias=False)
+            self.head.weight = self.embed.weight
+
+    model = Model()
+    save_model(model, str(source / "model.safetensors"))
+    manifest = deploy(source, file_url, "m@a").manifest
+    assert len(manifest.tensors) == len(manifest.tied) == 1
+    found = restore(manifest)
+    assert set(found) == {"embed.weight", "head.weight"}
+    assert torch.equal(found["head.weight"], model.head.weight)
