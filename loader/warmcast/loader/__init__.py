@@ -11,7 +11,7 @@ from warmcast.loader.errors import (
 from warmcast.loader.loader import Loader
 from warmcast.loader.report import LoadReport, Stage
 from warmcast.loader.skeleton import skeleton
-from warmcast.manifests.errors import WarmcastError
+from warmcast.manifests.errors import UsageError, WarmcastError
 from warmcast.manifests.identity import Mesh
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "RestartRequired",
     "SkeletonMismatch",
     "Stage",
+    "UsageError",
     "WarmcastError",
     "WeightVerificationError",
     "skeleton",
