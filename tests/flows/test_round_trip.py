@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file, save_model
 
+from warmcast.flows.convert.pickle_child import plain, state_dict
 from warmcast.flows.errors import InvalidCheckpoint
 from warmcast.flows.run import deploy
 from warmcast.manifests import Manifest, Origin
@@ -183,9 +184,16 @@ def test_left_out_is_told(source, file_url, work):
         ({3: torch.ones(2)}, "names of tensors"),
     ],
 )
-def test_what_cannot_be_stored_is_refused(deployed, state, words):
+def test_what_cannot_be_stored_is_refused(state, words):
     with pytest.raises(InvalidCheckpoint, match=words):
-        deployed(state)
+        tensors, _ = state_dict(state, "x.bin")
+        for name, tensor in tensors.items():
+            plain("x.bin", name, tensor)
+
+
+def test_a_refusal_reaches_the_caller(deployed):
+    with pytest.raises(InvalidCheckpoint, match=r"pytorch_model\.bin.*complex128"):
+        deployed({"w": torch.ones(2, dtype=torch.complex128)})
 
 
 def test_sharded_pickles(source, file_url, work, restore, same_bits):

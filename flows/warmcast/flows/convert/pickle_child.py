@@ -130,9 +130,9 @@ def _convert(job: Job, tell: Any) -> dict[str, Any]:
     loaded = _load(job)
     tensors, ignored = state_dict(loaded, job.path)
     del loaded
-    plain = {name: plain(job.path, name, tensor) for name, tensor in tensors.items()}
-    stored = resolve_ties((_view(n, t) for n, t in plain.items()), job.first_hidden)
-    return _write(job, plain, stored, tell) | {"ignored": ignored}
+    dense = {name: plain(job.path, name, tensor) for name, tensor in tensors.items()}
+    stored = resolve_ties((_view(n, t) for n, t in dense.items()), job.first_hidden)
+    return _write(job, dense, stored, tell) | {"ignored": ignored}
 
 
 def _bound_memory(more: int) -> None:
