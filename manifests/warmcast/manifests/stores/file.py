@@ -99,7 +99,12 @@ class FileStore:
         with self._opened(key) as fd:
             if etag is not None and (found := _etag(fd)) != etag:
                 raise PreconditionFailed(self._where(key), expected=etag, found=found)
-            self._fill(fd, key, offset, buffer.cast("B"), deadline)
+            view = buffer.cast("B")
+            if not view and offset > (size := os.fstat(fd).st_size):
+                raise StoreError(
+                    self._where(key), expected=f"an offset of {size} at most", found=offset
+                )
+            self._fill(fd, key, offset, view, deadline)
 
     def create(self, key: str, data: bytes, deadline: Deadline) -> bool:
         """Write a small object if there is none; whether it was written."""
@@ -171,6 +176,7 @@ class FileStore:
 
     def delete(self, key: str, deadline: Deadline) -> None:
         """Take an object away; nothing happens if there is none."""
+        deadline.check(f"deleting {key}")
         if not self._exists(key):
             return
         with self._explained(key), self._locked(deadline):

@@ -93,7 +93,7 @@ class S3Store:
         session = botocore.session.get_session()
         self._http = Http(session.get_config_variable("ca_bundle"))
         self.client = _client(session, self._send)
-        self.unfinished: list[tuple[str, str]] = []
+        self.unfinished: set[tuple[str, str]] = set()
         """Uploads in parts, as key and upload id, that were neither completed nor aborted."""
 
     # The protocol
@@ -247,11 +247,7 @@ class S3Store:
                 **condition,
             )
         except _RetriedPreconditionFailed:
-            # The answer to the first attempt may have been lost, and the object be ours.
-            with suppress(NotFound):
-                found, etag = self.read(key, deadline, limit=len(data))
-                return etag if found == data else None
-            return None
+            return self._etag_if_ours(key, data, deadline)
         except PreconditionFailed:
             return None
         return str(answer["ETag"])
@@ -289,6 +285,16 @@ class S3Store:
                 raise error from cause
 
     # Requests
+
+    def _etag_if_ours(self, key: str, data: bytes, deadline: Deadline) -> str | None:
+        """The object's etag if it holds ``data``: written by an attempt whose answer was lost."""
+        info = self.head(key, deadline)
+        if info is None or info.size != len(data):
+            return None
+        with suppress(NotFound):
+            found, etag = self.read(key, deadline)
+            return etag if found == data else None
+        return None
 
     def _send(self, request: AWSPreparedRequest, **_: Any) -> AWSResponse:
         """Send what botocore has signed, in botocore's stead."""

@@ -59,7 +59,7 @@ def upload_in_parts(
         ChecksumType="FULL_OBJECT",
     )
     upload = (key, str(answer["UploadId"]))
-    store.unfinished.append(upload)
+    store.unfinished.add(upload)
     try:
         parts = _send_parts(store, upload, source, size, crc32c, work, progress)
         _complete(store, upload, parts, size, crc32c, work)
@@ -71,7 +71,7 @@ def upload_in_parts(
     except BaseException:
         _abort(store, upload, deadline)
         raise
-    store.unfinished.remove(upload)
+    store.unfinished.discard(upload)
     _abort_others(store, key, deadline)
     return True
 
@@ -174,7 +174,7 @@ def _abort(store: S3Store, upload: tuple[str, str], deadline: Deadline) -> None:
                 Key=store.name(key),
                 UploadId=upload_id,
             )
-        store.unfinished.remove(upload)
+        store.unfinished.discard(upload)
 
 
 def _abort_others(store: S3Store, key: str, deadline: Deadline) -> None:
