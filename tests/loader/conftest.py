@@ -1,0 +1,129 @@
+"""What the tests of loading share: deployments in a folder, loaders that are closed, groups."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed import HashStore
+
+from warmcast.flows.run import deploy
+from warmcast.loader import Loader
+from warmcast.loader.quorum import GlooGroup, Group
+from warmcast.manifests import Manifest
+from warmcast.manifests.deadline import Deadline
+from warmcast.manifests.identity import Mesh
+
+TIME = 30.0
+"""Seconds that a load in a test may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deployed:
+    """A deployment: the origin's URL, the ref, the manifest and the folder it came from."""
+
+    url: str
+    ref: str
+    manifest: Manifest
+    source: Path
+
+    @property
+    def folder(self) -> Path:
+        """The origin's folder."""
+        return Path(self.url.removeprefix("file://"))
+
+    @property
+    def blob(self) -> Path:
+        """The blob of the (one) file of weights."""
+        sha256 = self.manifest.file[self.manifest.tensors[0].file].sha256
+        return self.folder / "blobs" / "sha256" / sha256[:2] / sha256
+
+
+Publish = Callable[..., Deployed]
+
+
+@pytest.fixture
+def publish(tmp_path: Path, file_url: str) -> Publish:
+    """Deploys a state dict into a folder, under a model key that no other test has."""
+
+    def run(
+        state: Mapping[str, Tensor],
+        *,
+        ref: str = "model@test",
+        meshes: Sequence[Mesh] = (),
+        pickle: bool = False,
+    ) -> Deployed:
+        source = tmp_path / f"source-{uuid4().hex}"
+        source.mkdir()
+        (source / "config.json").write_text(json.dumps({"test": uuid4().hex}))
+        if pickle:
+            torch.save(dict(state), source / "pytorch_model.bin")
+        else:
+            seen: dict[int, str] = {}  # as transformers saves: a tied tensor under its first name
+            kept = {
+                name: tensor.detach().contiguous()
+                for name, tensor in state.items()
+                if seen.setdefault(tensor.data_ptr() or id(tensor), name) == name
+            }
+            save_file(kept, source / "model.safetensors")
+        work = tmp_path / "work"
+        work.mkdir(exist_ok=True)
+        result = deploy(source, file_url, ref, meshes=meshes, work=work)
+        return Deployed(file_url, ref, result.manifest, source)
+
+    return run
+
+
+MakeLoader = Callable[..., Loader]
+
+
+@pytest.fixture
+def loader(file_url: str, valkey_url: str) -> Iterator[MakeLoader]:
+    """Makes loaders of the test's origin and the registry, and closes them in the end."""
+    made: list[Loader] = []
+    lock = threading.Lock()
+
+    def make(registry: str | None = valkey_url, **options: Any) -> Loader:
+        with lock:
+            made.append(Loader(file_url, registry, **({"deadline": TIME} | options)))
+            return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+Ranks = Callable[..., list[Any]]
+
+
+@pytest.fixture
+def ranks() -> Ranks:
+    """Runs ``work(rank, group)`` for every rank of a group, each in a thread of this process.
+
+    Returns each rank's result, or the error that it ended with.
+    """
+
+    def run(size: int, work: Callable[[int, Group], Any]) -> list[Any]:
+        store = HashStore()
+
+        def one(rank: int) -> Any:
+            group = GlooGroup(store, rank, size, Deadline.after(TIME))
+            try:
+                return work(rank, group)
+            except Exception as cause:  # noqa: BLE001 - it is the result
+                return cause
+
+        with ThreadPoolExecutor(size) as pool:
+            return list(pool.map(one, range(size)))
+
+    return run
