@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,11 +20,9 @@ from warmcast.manifests.sampling import sampled_hash_of
 
 
 def entry(name, shape, dtype="F32", nbytes=None):
-    size = 4
-    for length in shape:
-        size *= length
+    end = 4 * math.prod(shape) if nbytes is None else nbytes
     return TensorEntry(
-        name=name, dtype=dtype, shape=shape, file="x", begin=0, end=size if nbytes is None else nbytes,
+        name=name, dtype=dtype, shape=shape, file="x", begin=0, end=end,
         crc32c="0" * 8, sample="0" * 32,
     )  # fmt: skip
 

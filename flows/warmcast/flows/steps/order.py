@@ -24,7 +24,7 @@ Key = tuple[int, int, tuple[tuple[int, int, str], ...]]
 def load_order(name: str) -> Key:
     """The sorting key of a tensor's name."""
     parts = name.split(".")
-    number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+    number = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
     before = ".".join(parts[:number]) if number is not None else name
     if _EMBEDDING.search(before) and not _HEAD.search(before):
         return (0, 0, _natural(name))
@@ -38,5 +38,5 @@ def load_order(name: str) -> Key:
 def _natural(name: str) -> tuple[tuple[int, int, str], ...]:
     """``layers.10`` behind ``layers.9``."""
     return tuple(
-        (0, int(part), "") if part.isdigit() else (1, 0, part) for part in _NUMBER.split(name)
+        (0, int(part), "") if part.isdecimal() else (1, 0, part) for part in _NUMBER.split(name)
     )
