@@ -46,6 +46,9 @@ EXPIRY = 5.0
 
 _MAIL = 60.0
 
+# Far longer than anybody believes to hold a lease: until then the fencing token only grows.
+_FENCE = 86_400.0
+
 Text = Annotated[str, StringConstraints(max_length=512)]
 
 
@@ -102,7 +105,9 @@ return redis.call('DEL', KEYS[1])
 """
 _ACQUIRE = """
 if redis.call('SET', KEYS[1], ARGV[1], 'NX', 'PX', ARGV[2]) then
-  return redis.call('INCR', KEYS[2])
+  local fence = redis.call('INCR', KEYS[2])
+  redis.call('PEXPIRE', KEYS[2], ARGV[3])
+  return fence
 end
 return 0
 """
@@ -261,7 +266,7 @@ class Registry:
         """Take the lease of an identity; None if somebody else holds it."""
         token = secrets.token_hex(16)
         keys = (_key(identity, "lease"), _key(identity, "fence"))
-        fence = self._script(_ACQUIRE, keys, (token, _ms(EXPIRY)), deadline)
+        fence = self._script(_ACQUIRE, keys, (token, _ms(EXPIRY), _ms(_FENCE)), deadline)
         return Lease(identity, token, int(fence)) if fence else None
 
     def renew(self, lease: Lease, deadline: Deadline) -> bool:
