@@ -136,6 +136,12 @@ def test_what_is_not_plain_json_is_refused(data, error):
     assert str(caught.value).isprintable()
 
 
+def test_the_key_that_stands_twice_is_named():
+    with pytest.raises(InvalidData) as caught:
+        parse_json(b'{"a":1,"b":2,"b":3}', "x")
+    assert str(caught.value) == "x: expected unique keys, found the key 'b' twice"
+
+
 def test_escaped_pairs_are_text():
     assert parse_json(rb'["\ud83d\ude00", "\\ud800"]', "x") == ["\U0001f600", r"\ud800"]
 

@@ -285,6 +285,10 @@ SIZE = RECORD["files"][MODEL]["size"]
         ([(("tied", 0, "offset"), 1)], "tied.0.offset: expected a view inside the 128"),
         ([(("tied", 0, "stride"), [9, 1])], "tied.0.offset: expected a view inside the 128"),
         ([(("tied", 0, "shape"), [17, 8])], "tied.0.offset: expected a view inside the 128"),
+        (
+            [(("tied", 0, "shape"), [0, 8]), (("tied", 0, "offset"), 129)],
+            "tied.0.offset: expected a view inside the 128",
+        ),
         ([(("tied", 0, "of"), "layers.0.empty")], "tied.0.offset: expected a view inside the 0"),
         (
             [(("tied", 0, "shape"), [1 << 40, 1 << 40]), (("tied", 0, "stride"), [0, 0])],
@@ -352,6 +356,25 @@ SIZE = RECORD["files"][MODEL]["size"]
 )
 def test_a_broken_rule_is_refused_by_name(changes, field):
     assert f"m: {field}" in refused(changed(*changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [(("tied", 0, "shape"), [0, 8]), (("tied", 0, "offset"), 128)],
+        [(("tied", 0, "shape"), [0]), (("tied", 0, "stride"), [1])],
+        [(("tied", 0, "shape"), []), (("tied", 0, "stride"), []), (("tied", 0, "offset"), 127)],
+        [(("tied", 0, "shape"), [4]), (("tied", 0, "stride"), [42]), (("tied", 0, "offset"), 1)],
+        [(("tied", 0, "shape"), [1 << 40]), (("tied", 0, "stride"), [0])],
+        [(("layouts", 0, "ranks", 0), [])],
+        [(("layouts",), [])],
+        [(("chunk_size",), 4096)],
+        [(("revision",), ""), (("upstream",), "")],
+    ],
+)
+def test_what_no_rule_forbids(changes):
+    record = canonical_json(changed(*changes))
+    assert parse_manifest(record).data == record
 
 
 def test_rules_hold_where_the_keys_were_made_to_fit():

@@ -164,12 +164,13 @@ def _check_view(tied: TiedEntry, base: TensorEntry, field: str) -> None:
         raise InvalidManifest(
             f"{field}.shape", expected="a shape that fits memory", found=list(tied.shape)
         )
-    if 0 in tied.shape:
-        return
     base_numel = dtypes.numel(base.shape) or 0
-    last = tied.offset + sum(
-        (length - 1) * stride for length, stride in zip(tied.shape, tied.stride, strict=True)
-    )
+    if 0 in tied.shape:
+        last = tied.offset - 1  # a view of nothing may stand at the end
+    else:
+        last = tied.offset + sum(
+            (length - 1) * stride for length, stride in zip(tied.shape, tied.stride, strict=True)
+        )
     if last >= base_numel:
         raise InvalidManifest(
             f"{field}.offset",
