@@ -234,7 +234,7 @@ def install(targets: Iterable[tuple[Container, Tensor]]) -> Callable[[], None]:
                 site.put(tensor)
                 continue
             if parameter is None:
-                parameter = _parameter(tensor, container.tensor if old is None else old)
+                parameter = parameter_like(container.tensor if old is None else old, tensor)
             site.put(parameter)
 
     def undo() -> None:
@@ -271,7 +271,7 @@ def marks(state: State) -> Marks:
     )
 
 
-def _parameter(tensor: Tensor, old: Tensor) -> nn.Parameter:
+def parameter_like(old: Tensor, tensor: Tensor) -> nn.Parameter:
     """A parameter over ``tensor`` with the old one's class, flags and attributes.
 
     Engines hang what they need on parameters (weight loaders, quantisation tags).

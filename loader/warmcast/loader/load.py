@@ -423,6 +423,8 @@ class Walk:
             state = collect(self._model, self._wanted.modules)
             truths = {truth.name: truth for truth, _ in targets.pairs()}
             targets = replace(targets, plan=plan_changed(state, truths))
+        # Of the containers as they were asked for: ties can give what is installed other strides.
+        identity = self._identity(manifest, state).digest
         kept = [c for c in state.containers if c.name in targets.plan.kept]
         rest = on_device((*state.computed, *kept), device)
         undo = install([*targets.installable(), *rest])
@@ -434,13 +436,12 @@ class Walk:
                 undo()
                 raise
         note.yes(f"{targets.plan.nbytes:,} bytes installed")
-        state = collect(self._model, self._wanted.modules)
         return Served(
-            self._identity(manifest, state).digest,
+            identity,
             targets.layout,
             targets.tensors,
             targets.arena.segments if targets.arena is not None else (),
-            marks(state),
+            marks(collect(self._model, self._wanted.modules)),
         )
 
     def _publish(self, manifest: Manifest, note: Note) -> Served | None:

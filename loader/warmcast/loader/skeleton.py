@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from warmcast.loader.containers import parameter_like
+
 _FILLED = "_warmcast_filled"
 _patching = threading.Lock()
 
@@ -109,13 +111,12 @@ class _Builder(TorchDispatchMode):
             filling.sites.append((module, name))
 
     def _to_meta(self, parameter: nn.Parameter) -> _Filling:
-        meta = nn.Parameter(
+        meta = parameter_like(
+            parameter,
             torch.empty_strided(
                 parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta"
             ),
-            requires_grad=parameter.requires_grad,
         )
-        meta.__dict__.update(parameter.__dict__)
         filling = _Filling(meta)
         self._meta[_storage(meta)] = filling
         self._moved[parameter] = filling
@@ -127,8 +128,7 @@ class _Builder(TorchDispatchMode):
         for filling in self._meta.values():
             if filling.real is None or filling.copied < filling.parameter.numel():
                 continue
-            real = nn.Parameter(filling.real, requires_grad=filling.parameter.requires_grad)
-            real.__dict__.update(filling.parameter.__dict__)
+            real = parameter_like(filling.parameter, filling.real)
             setattr(real, _FILLED, True)
             for module, name in filling.sites:
                 if module._parameters.get(name) is filling.parameter:
