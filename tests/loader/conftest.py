@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -99,8 +103,9 @@ def loader(file_url: str, valkey_url: str) -> Iterator[MakeLoader]:
             return made[-1]
 
     yield make
-    for each in made:
-        each.close()
+    if made:
+        with ThreadPoolExecutor(len(made)) as pool:  # each waits for its threads
+            list(pool.map(Loader.close, made))
 
 
 Ranks = Callable[..., list[Any]]
@@ -127,3 +132,66 @@ def ranks() -> Ranks:
             return list(pool.map(one, range(size)))
 
     return run
+
+
+class Worker:
+    """A process of ``tests.loader.worker``: what it tells, and its leash."""
+
+    def __init__(self, options: Mapping[str, Any], env: Mapping[str, str]) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.loader.worker", json.dumps(options)],
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def told(self) -> dict[str, Any]:
+        """The next line; fails the test if the process ended without one."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the worker ended with {self.process.wait()}"
+        value: dict[str, Any] = json.loads(line)
+        return value
+
+    def end(self) -> int:
+        """Let go of the leash; the exit status."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        return self.process.wait(30)
+
+
+StartWorker = Callable[..., Worker]
+
+
+@pytest.fixture
+def worker(file_url: str, valkey_url: str) -> Iterator[StartWorker]:
+    """Starts worker processes, and ends them."""
+    started: list[Worker] = []
+
+    def start(model: str, ref: str, env: Mapping[str, str] | None = None, **more: Any) -> Worker:
+        settings = {
+            "WARMCAST_ORIGIN": file_url,
+            "WARMCAST_REGISTRY": valkey_url,
+            "WARMCAST_DEADLINE": str(TIME),
+            **(env or {}),
+        }
+        started.append(Worker({"model": model, "ref": ref, **more}, settings))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.process.kill()
+        each.process.wait()
+        for pipe in (each.process.stdin, each.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
