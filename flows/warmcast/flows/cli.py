@@ -64,7 +64,7 @@ def deploy(
     _check_origin(origin)
     if json_file is not None and not json_file.parent.is_dir():
         raise UsageError(f"--json {json_file}", expected="a file in a folder", found="no folder")
-    with _ended_by_sigterm():
+    with ended_by_sigterm():
         if flow:
             record = _run_flow(
                 source, origin, ref, revision=revision, meshes=meshes,
@@ -119,7 +119,7 @@ def verify(
     limit = _deadline(deadline)
     progress = for_terminal()
     began = time.monotonic()
-    with _ended_by_sigterm(), Origin.open(origin) as opened:
+    with ended_by_sigterm(), Origin.open(origin) as opened:
         manifest = opened.resolve(ref, limit)
         with progress.stage("verify", manifest.nbytes):
             problems = run(opened, manifest, limit, progress.advance)
@@ -204,7 +204,7 @@ def _read_mesh(path: Path) -> Any:
 
 
 @contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
+def ended_by_sigterm() -> Iterator[None]:
     """SIGTERM ends the command as Ctrl-C does: what was begun is taken away."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
