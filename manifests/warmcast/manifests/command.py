@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import EntryPoint, entry_points, version
 
 import typer
@@ -20,13 +20,18 @@ GROUP = "warmcast.commands"
 _INTERRUPTED = 130
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit; ``--debug``, anywhere in it, shows tracebacks."""
+def main(
+    arguments: Sequence[str] | None = None, entries: Iterable[EntryPoint] | None = None
+) -> None:
+    """Run the command line and exit; ``--debug``, anywhere in it, shows tracebacks.
+
+    ``entries`` are the subcommands; None: those of the packages that are installed.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
     try:
-        code = run(words)
+        code = run(words, entry_points(group=GROUP) if entries is None else entries)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, a `head` perhaps, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -61,9 +66,9 @@ def explain(cause: Exception) -> int:
     return 1
 
 
-def run(words: Sequence[str]) -> int:
+def run(words: Sequence[str], entries: Iterable[EntryPoint]) -> int:
     """Run one subcommand; its exit code. Errors of ours pass through."""
-    commands = {entry.name: entry for entry in entry_points(group=GROUP)}
+    commands = {entry.name: entry for entry in entries}
     if list(words) == ["--version"]:
         print(f"warmcast {version('warmcast')}")
         return 0
