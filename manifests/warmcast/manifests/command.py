@@ -31,7 +31,7 @@ def main(
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
     try:
-        code = run(words, entry_points(group=GROUP) if entries is None else entries)
+        code = run(words, entries)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, a `head` perhaps, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -66,9 +66,10 @@ def explain(cause: Exception) -> int:
     return 1
 
 
-def run(words: Sequence[str], entries: Iterable[EntryPoint]) -> int:
+def run(words: Sequence[str], entries: Iterable[EntryPoint] | None = None) -> int:
     """Run one subcommand; its exit code. Errors of ours pass through."""
-    commands = {entry.name: entry for entry in entries}
+    found = entry_points(group=GROUP) if entries is None else entries
+    commands = {entry.name: entry for entry in found}
     if list(words) == ["--version"]:
         print(f"warmcast {version('warmcast')}")
         return 0
