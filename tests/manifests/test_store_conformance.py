@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -192,15 +193,13 @@ class TestUploads:
         assert source.tell() == 0
         assert store.read("a", deadline)[0] == b"1"
 
-    @pytest.mark.parametrize("data", [b"", SMALL, LARGE], ids=["empty", "small", "large"])
+    @pytest.mark.parametrize("data", [b"1", SMALL, LARGE], ids=["byte", "small", "large"])
     @pytest.mark.parametrize("wrong", ["checksum", "too short", "too long"])
     def test_a_broken_promise_leaves_nothing(
         self, store: ObjectStore, deadline: Deadline, data: bytes, wrong: str
     ) -> None:
         size = len(data) + {"checksum": 0, "too short": 1, "too long": -1}[wrong]
         promised = crc32c(data) ^ (wrong == "checksum")
-        if size < 0:
-            pytest.skip("nothing is shorter than nothing")
         with pytest.raises(IntegrityError, match="/a"):
             store.upload("a", io.BytesIO(data), size, promised, deadline)
         assert store.head("a", deadline) is None
@@ -332,26 +331,25 @@ class TestKeys:
                 key for key in keys if key.startswith(prefix)
             )
 
-    @pytest.mark.parametrize("key", BAD_KEYS)
-    def test_no_key_leads_out(self, store: ObjectStore, deadline: Deadline, key: str) -> None:
-        calls: list[Callable[[], object]] = [
-            lambda: store.head(key, deadline),
-            lambda: store.read(key, deadline),
-            lambda: read(store, key, 0, 1, deadline),
-            lambda: store.create(key, b"", deadline),
-            lambda: store.replace(key, b"", None, deadline),
-            lambda: upload(store, key, b"", deadline),
-            lambda: store.delete(key, deadline),
+    def test_no_key_leads_out(self, store: ObjectStore, deadline: Deadline) -> None:
+        calls: list[Callable[[str], object]] = [
+            lambda key: store.head(key, deadline),
+            lambda key: store.read(key, deadline),
+            lambda key: read(store, key, 0, 1, deadline),
+            lambda key: store.create(key, b"", deadline),
+            lambda key: store.replace(key, b"", None, deadline),
+            lambda key: upload(store, key, b"", deadline),
+            lambda key: store.delete(key, deadline),
         ]
-        for call in calls:
+        for call, key in product(calls, BAD_KEYS):
             with pytest.raises(UsageError, match="object key"):
-                call()
+                call(key)
         assert unfinished(store, deadline) == []
 
-    @pytest.mark.parametrize("prefix", ["/", "../", "a//", ".tmp/", "a b"])
-    def test_no_prefix_leads_out(self, store: ObjectStore, deadline: Deadline, prefix: str) -> None:
-        with pytest.raises(UsageError, match="object key"):
-            list(store.list(prefix, deadline))
+    def test_no_prefix_leads_out(self, store: ObjectStore, deadline: Deadline) -> None:
+        for prefix in ("/", "../", "a//", ".tmp/", "a b"):
+            with pytest.raises(UsageError, match="object key"):
+                list(store.list(prefix, deadline))
 
 
 def test_a_deadline_that_is_over(store: ObjectStore, deadline: Deadline) -> None:

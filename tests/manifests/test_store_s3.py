@@ -189,6 +189,18 @@ def stall(nbytes: int) -> Fault:
     return fault
 
 
+def drip(exchange: Exchange) -> None:
+    """Fifty bytes of the body, one by one, and then the rest: never silent, and late."""
+    data = exchange.forward(exchange.request)
+    body = data.index(b"\r\n\r\n") + 4
+    pause = threading.Event()
+    exchange.client.sendall(data[:body])
+    for place in range(body, body + 50):
+        pause.wait(0.02)
+        exchange.client.sendall(data[place : place + 1])
+    exchange.client.sendall(data[body + 50 :])
+
+
 def answer(status: str, *headers: str, body: str = "") -> Fault:
     def fault(exchange: Exchange) -> None:
         lines = [f"HTTP/1.1 {status}", *headers, f"Content-Length: {len(body)}", "", body]
@@ -511,7 +523,9 @@ class TestBrokenReads:
 
 
 class TestDeadlines:
-    @pytest.mark.parametrize("fault", [silence, stall(0), stall(1000)])
+    @pytest.mark.parametrize(
+        "fault", [silence, stall(0), stall(1000), drip], ids=["silence", "head", "body", "drip"]
+    )
     def test_a_read_ends_by_it(
         self, proxy: Proxy, store: S3Store, deadline: Deadline, fault: Fault
     ) -> None:
