@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 import torch
 from torch import nn
 
-from warmcast.loader.containers import State
+from warmcast.loader.containers import State, parameter_like
 from warmcast.loader.dtypes import safetensors_name
 from warmcast.loader.errors import SkeletonMismatch
 from warmcast.loader.plan import Truth
@@ -55,8 +55,7 @@ class Change:
 def shadow(model: nn.Module) -> nn.Module:
     """A copy of a model whose parameters are on meta: to see what a change would lead to."""
     memo: dict[int, object] = {
-        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-        for p in model.parameters()
+        id(p): parameter_like(p, torch.empty_like(p, device="meta")) for p in model.parameters()
     }
     return copy.deepcopy(model, memo)
 

@@ -8,6 +8,7 @@ once. A load that fails leaves the model as it was.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -222,26 +223,43 @@ def host_view(data: Tensor) -> memoryview:
     return memoryview(buffer).cast("B")
 
 
-def install(targets: Iterable[tuple[Container, Tensor]]) -> Callable[[], None]:
-    """Put tensors into the model, at every place of their containers; the undoing of it."""
-    before: list[tuple[Site, Tensor | None]] = []
+def install(targets: Iterable[tuple[Container, Tensor]]) -> None:
+    """Put tensors into the model, at every place of their containers."""
     for container, tensor in targets:
         parameter: nn.Parameter | None = None
         for site in container.sites:
-            old = site.get()
-            before.append((site, old))
             if site.buffer:
                 site.put(tensor)
                 continue
             if parameter is None:
+                old = site.get()
                 parameter = parameter_like(container.tensor if old is None else old, tensor)
             site.put(parameter)
 
-    def undo() -> None:
-        for site, old in before:
-            site.put(old)
 
-    return undo
+def restorer(model: nn.Module) -> Callable[[], None]:
+    """The undoing of whatever is registered or taken out anywhere in a model from now on.
+
+    It restores parameters, buffers and submodules as objects, and what memory they are over; not
+    what is written into that memory, nor other attributes.
+    """
+    registries = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+    before = [
+        (registered, copy.copy(registered))
+        for module in model.modules()
+        for registered in (getattr(module, name) for name in registries)
+    ]
+    data = [(t, t.data) for t in (*model.parameters(), *model.buffers())]
+
+    def restore() -> None:
+        for registered, content in before:
+            registered.clear()
+            registered.update(content)
+        for tensor, memory in data:
+            if _memory(tensor) != _memory(memory):
+                tensor.data = memory
+
+    return restore
 
 
 def on_device(

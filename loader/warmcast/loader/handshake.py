@@ -32,7 +32,7 @@ from warmcast.loader.errors import (
     RegistryUnavailable,
     TransferFailed,
 )
-from warmcast.loader.registry import BEAT, Presence, Registry, Text, mailbox
+from warmcast.loader.registry import BEAT, EXPIRY, Presence, Registry, Text, mailbox
 from warmcast.loader.transports import Endpoint
 from warmcast.manifests.canonical import parse_json
 from warmcast.manifests.deadline import Deadline
@@ -51,18 +51,21 @@ Request = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 
 
 class Ask(Record):
-    """Receiver to sender. ``seconds`` is the time that the receiver has for the transfer."""
+    """Receiver to sender: the digest of the plan's layout, whether its memory is an arena, and the
+    time in seconds that it has for the transfer.
+    """
 
     request: Request
     identity: Sha256
     layout: Sha256
+    arena: bool
     endpoint: Endpoint
     nonce: Nonce
     seconds: Annotated[float, Field(gt=0, le=86400)]
 
 
 class Answer(Record):
-    """Sender to receiver. ``whole``: both arenas have one layout and are copied as they are."""
+    """Sender to receiver. ``whole``: both sides have an arena, and they are copied as they are."""
 
     request: Request
     status: Literal["ready", "busy", "no"]
@@ -96,9 +99,13 @@ def ask(
     endpoint: Endpoint,
     layout: str,
     deadline: Deadline,
+    *,
+    arena: bool,
     patience: float = RECEIVER_PATIENCE,
 ) -> Agreement:
     """Ask a sender for its weights; the answer, once both have proved to be alive.
+
+    The wait ends early when the sender's presence does: nobody is left who could answer.
 
     Raises :class:`PeerSilent`, :class:`PeerBusy`, :class:`PeerRefused` or
     :class:`RegistryUnavailable`.
@@ -107,15 +114,17 @@ def ask(
         request=secrets.token_hex(16),
         identity=sender.identity,
         layout=layout,
+        arena=arena,
         endpoint=endpoint,
         nonce=secrets.randbelow(1 << 61),
         seconds=min(max(deadline.remaining(), 0.001), 86400.0),
     )
     registry.push(mailbox(sender.sender), message.model_dump_json().encode(), deadline)
-    reply = registry.pop(mailbox(message.request), deadline.within(patience))
-    if reply is None:
-        raise PeerSilent(f"sender {sender.sender}", expected="an answer", found="none in time")
-    answer = _parse(Answer, reply)
+    reply = _reply(registry, sender, mailbox(message.request), deadline.within(patience))
+    try:
+        answer = _parse(Answer, reply)
+    except InvalidData as cause:
+        raise PeerRefused(f"sender {sender.sender}: {cause}") from cause
     if answer.echo != message.nonce + 1 or answer.request != message.request:
         raise PeerRefused(f"sender {sender.sender}", expected="an answer to this request")
     if answer.status == "busy":
@@ -123,6 +132,15 @@ def ask(
     if answer.status == "no" or answer.endpoint is None:
         raise PeerRefused(f"sender {sender.sender} refused: {answer.reason}")
     return Agreement(message, answer)
+
+
+def _reply(registry: Registry, sender: Presence, box: str, deadline: Deadline) -> bytes:
+    while (reply := registry.pop(box, deadline.within(BEAT))) is None:
+        if deadline.expired:
+            raise PeerSilent(f"sender {sender.sender}", expected="an answer", found="none in time")
+        if not registry.present(sender, deadline):
+            raise PeerSilent(f"sender {sender.sender}", expected="an answer", found="it has gone")
+    return reply
 
 
 def confirm(registry: Registry, agreement: Agreement, ticket: str, deadline: Deadline) -> None:
@@ -198,6 +216,7 @@ class Lifeline:
         self._over = threading.Event()
         self._lost = threading.Event()
         self._seen = False
+        self._patience = Deadline.after(EXPIRY)
 
     def check(self) -> None:
         """Raise :class:`TransferFailed` if the peer stopped giving signs of life."""
@@ -224,7 +243,8 @@ class Lifeline:
                 deadline = Deadline.after(BEAT)
                 self._registry.beat(self._ours, deadline)
                 alive = self._registry.alive(self._theirs, deadline)
-                if self._seen and not alive:
+                # A peer that died before its first sign is as lost as one whose signs ended.
+                if not alive and (self._seen or self._patience.expired):
                     self._lost.set()
                 self._seen = self._seen or alive
             self._over.wait(BEAT)

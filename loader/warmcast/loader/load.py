@@ -20,35 +20,35 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from warmcast.loader.change import Change, publish_truth, published_truth, shadow, truths_of
-from warmcast.loader.containers import Marks, State, collect, install, marks, on_device
+from warmcast.loader.change import Change, published_truth, shadow
+from warmcast.loader.containers import State, collect
 from warmcast.loader.errors import (
     PeerBusy,
     RestartRequired,
     SkeletonMismatch,
 )
-from warmcast.loader.plan import NO_ARENA, Plan, Targets, make_plan, plan_changed
-from warmcast.loader.quorum import Group, Verdict
+from warmcast.loader.plan import Plan, Targets, make_plan, plan_changed
+from warmcast.loader.quorum import Group
+from warmcast.loader.ready import Installation, Served
 from warmcast.loader.registry import BEAT, EXPIRY, Lease, Registry
-from warmcast.loader.report import Journal, LoadReport, Note
+from warmcast.loader.report import LoadReport, Note
 from warmcast.loader.routes import Job, Source
 from warmcast.loader.routes.origin import OriginRoute
 from warmcast.loader.routes.peer import NoSender, PeerRoute
+from warmcast.loader.stages import Outcome, Stages
 from warmcast.loader.verify import Verified, verify
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import WarmcastError
 from warmcast.manifests.identity import Identity, Mesh
 from warmcast.manifests.manifest import Manifest
 from warmcast.manifests.origin import Origin
-
-T = TypeVar("T")
 
 PEER_SHARE = 0.5
 """The part of the time left that finding, waiting for and receiving from peers may take."""
@@ -57,10 +57,6 @@ ATTEMPTS = 3
 """Transfers from peers that may fail before the origin is taken."""
 
 _AGAIN, _ORIGIN = "again", "origin"
-
-
-class Outvoted(WarmcastError):
-    """This rank could go on, but another could not; the message gives its reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +77,15 @@ class Wanted:
 class Ways:
     """Whom a worker can ask: the origin always, peers where there is a registry and a transport.
 
-    ``on_lease`` is given the lease under which the origin is read: its owner keeps it until this
-    worker serves, and gives it back if the load fails.
+    ``lead`` takes the lease of an identity, under which the origin is read, or says None if
+    somebody else has it; its owner keeps it until this worker serves, and gives it back if the load
+    fails.
     """
 
     origin: Origin
     registry: Registry | None
     peers: PeerRoute | None
-    on_lease: Callable[[Registry, Lease], None]
+    lead: Callable[[str, Deadline], Lease | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,21 +98,6 @@ class Loaded:
 
     report: LoadReport
     served: Served | None
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """A state as a sender gives it: its identity's digest and its memory, in a receiver's order.
-
-    ``segments`` is empty, and ``layout`` is ``NO_ARENA``, where the tensors lie in no arena.
-    ``marks`` tell whether the model still holds these very bytes.
-    """
-
-    identity: str
-    layout: str
-    tensors: tuple[Tensor, ...]
-    segments: tuple[Tensor, ...]
-    marks: Marks
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +130,11 @@ class Walk:
         self._model = model
         self._wanted = wanted
         self._ways = ways
+        self._stages = Stages(group, deadline)
         self._group = group
         self._deadline = deadline
-        self._journal = Journal()
         self._targets: Targets | None = None
+        self._installation: Installation | None = None
         self._unprepared = False
 
     def run(self) -> Loaded:
@@ -159,19 +142,28 @@ class Walk:
         try:
             return self._run()
         except BaseException as cause:
+            if self._installation is not None:
+                self._installation.undo()
             self._free()
-            cause.add_note("\n".join(["the load went so:", *self._journal.lines()]))
+            cause.add_note("\n".join(["the load went so:", *self._stages.journal.lines()]))
             raise
 
     def _run(self) -> Loaded:
         manifest = self._resolve()
         state = collect(self._model, self._wanted.modules)
-        plan = self._together("skeleton", lambda note: self._match(manifest, state, note))
-        goal = self._together("identity", lambda note: self._goal(manifest, state, plan, note))
+        plan = self._stages.together("skeleton", partial(self._match, manifest, state))
+        goal = self._stages.together("identity", partial(self._goal, manifest, state, plan))
         filled = self._from_peers(manifest, goal) if goal is not None else None
         if filled is None:
             filled = self._from_origin(manifest, state, plan)
-        served = self._together("ready", lambda note: self._finish(manifest, filled, note))
+        self._installation = Installation(
+            self._model,
+            filled.targets,
+            modules=tuple(self._wanted.modules),
+            device=self._wanted.device,
+            identify=partial(self._identity, manifest),
+        )
+        served = self._stages.together("ready", partial(self._finish, self._installation))
         return Loaded(self._report(manifest, filled), served)
 
     # 1 and 2: what is wanted, and into what
@@ -179,14 +171,14 @@ class Walk:
     def _resolve(self) -> Manifest:
         """The manifest, one for all ranks: a ref may move between two ranks' looks at it."""
         origin, ref = self._ways.origin, self._wanted.ref
-        manifest = self._together(
-            "ref", lambda note: _noted(origin.resolve(ref, self._deadline), note)
+        manifest = self._stages.together(
+            "ref", partial(_noted, lambda: origin.resolve(ref, self._deadline))
         )
-        digest = self._group.first(manifest.digest, self._deadline)
+        digest = self._stages.first(manifest.digest)
         if self._group.size == 1:
             return manifest
-        return self._together(
-            "manifest", lambda note: _noted(origin.manifest(digest, self._deadline), note)
+        return self._stages.together(
+            "manifest", partial(_noted, lambda: origin.manifest(digest, self._deadline))
         )
 
     def _match(self, manifest: Manifest, state: State, note: Note) -> Plan | None:
@@ -244,28 +236,28 @@ class Walk:
 
     def _from_peers(self, manifest: Manifest, goal: _Goal) -> _Filled | None:
         """Weights from peers, for all ranks or for none; None if the origin is to be taken."""
-        able, _, _ = self._try("registry", lambda note: self._registered(goal, note))
-        if able is None:
+        able = self._stages.attempt("registry", partial(self._registered, goal))
+        if able.error is not None or able.value is None:
             return None
-        registry, peers = able
+        registry, peers = able.value
         limit = self._deadline.share(PEER_SHARE)
         failures = 0
         while True:
             with ExitStack() as stack:
-                found, verdict, problem = self._try(
-                    "peer",
-                    partial(self._meet, manifest, goal, peers, stack, limit),
-                )
-                if verdict and found is not None:
-                    filled = self._receive(found, peers, limit)
-                    if filled is not None:
+                meet = partial(self._meet, manifest, goal, peers, stack, limit)
+                met = self._stages.attempt("peer", meet)
+                if met.error is None and met.value is not None:
+                    plan, source = met.value
+                    filled = self._fill("peer", plan, source, limit)
+                    if isinstance(filled, _Filled):
                         return filled
-                if found is not None:
-                    failures += 1
+                    if filled.problem is not None:
+                        peers.blame(source.name)
+                failures += met.value is not None
                 step = ""
                 if self._group.rank == 0:
-                    step = self._next(registry, peers, goal, problem, failures, stack, limit)
-            if self._group.first(step, self._deadline) == _ORIGIN:
+                    step = self._next(registry, peers, goal, met.problem, failures, stack, limit)
+            if self._stages.first(step) == _ORIGIN:
                 return None
 
     def _registered(self, goal: _Goal, note: Note) -> tuple[Registry, PeerRoute]:
@@ -298,15 +290,6 @@ class Walk:
         note.yes(f"{source.name} answers, over {source.transport}")
         return plan, source
 
-    def _receive(
-        self, found: tuple[Plan, Source], peers: PeerRoute, limit: Deadline
-    ) -> _Filled | None:
-        plan, source = found
-        filled, _, problem = self._fill("peer", plan, source, limit)
-        if problem is not None:
-            peers.blame(source.name)
-        return filled
-
     def _next(
         self,
         registry: Registry,
@@ -319,7 +302,7 @@ class Walk:
     ) -> str:
         """What all ranks do after a peer was not found, or failed them; rank 0 decides."""
         identity = goal.identity.digest
-        with self._journal.stage("next") as note:
+        with self._stages.journal.stage("next") as note:
             if failures >= ATTEMPTS or limit.expired:
                 note.yes(f"origin: {failures} tries with peers failed, or no time is left for more")
                 return _ORIGIN
@@ -336,9 +319,8 @@ class Walk:
                     # Busy senders have the weights: there is nothing to lead, only to wait for.
                     news = watch.wait(limit.within(EXPIRY))
                 else:
-                    lease = registry.acquire(identity, limit)
+                    lease = self._ways.lead(identity, limit)
                     if lease is not None:
-                        self._ways.on_lease(registry, lease)
                         note.yes(f"origin: nobody else is loading it (lease {lease.fence})")
                         return _ORIGIN
                     news = watch.wait(limit.within(EXPIRY))
@@ -361,32 +343,32 @@ class Walk:
             )
         job = self._job(manifest, plan, self._identity(manifest, state))
         source = OriginRoute(self._ways.origin).find(job, self._deadline)
-        filled, verdict, problem = self._fill("origin", plan, source, self._deadline)
-        if filled is None:
-            raise problem or Outvoted(f"{self._wanted.ref}: {verdict}")
-        return filled
+        filled = self._fill("origin", plan, source, self._deadline)
+        if isinstance(filled, _Filled):
+            return filled
+        raise filled.error or WarmcastError(f"{self._wanted.ref}: the origin was not read")
 
     def _job(self, manifest: Manifest, plan: Plan, identity: Identity) -> Job:
-        layout = plan.layout if self._wanted.arena else NO_ARENA
-        return Job(manifest, plan, identity, layout, self._wanted.device)
+        return Job(manifest, plan, identity, self._wanted.device, arena=self._wanted.arena)
 
     # Filling and checking, the same for every route
 
     def _fill(
         self, route: str, plan: Plan, source: Source, limit: Deadline
-    ) -> tuple[_Filled | None, Verdict, WarmcastError | None]:
-        """Fill a plan's targets from a source and verify them, on all ranks or none."""
-        targets = self._together("allocate", lambda note: self._allocate(plan, note))
+    ) -> _Filled | Outcome[Any]:
+        """Fill a plan's targets from a source and verify them, on all ranks or none.
+
+        What came of it, or the stage that failed.
+        """
+        targets = self._stages.together("allocate", lambda note: self._allocate(plan, note))
         name = "transfer" if source.transport else "read"
-        _, verdict, problem = self._try(name, lambda note: _fill(source, targets, limit, note))
-        if not verdict:
-            return None, verdict, problem
-        verified, verdict, problem = self._try(
-            "verify", lambda note: _verify(targets, self._deadline, note)
-        )
-        if not verdict or verified is None:
-            return None, verdict, problem
-        return _Filled(route, source, targets, verified), verdict, None
+        filled = self._stages.attempt(name, partial(_fill, source, targets, limit))
+        if filled.error is not None:
+            return filled
+        verified = self._stages.attempt("verify", partial(_verify, targets, self._deadline))
+        if verified.error is not None or verified.value is None:
+            return verified
+        return _Filled(route, source, targets, verified.value)
 
     def _allocate(self, plan: Plan, note: Note) -> Targets:
         """Memory for a plan; what an earlier route left dirty is used again where it fits."""
@@ -412,50 +394,14 @@ class Walk:
 
     # 6: into the model
 
-    def _finish(self, manifest: Manifest, filled: _Filled, note: Note) -> Served | None:
-        """Install what was filled, and apply the change where it is still to be applied."""
-        change, device = self._wanted.change, self._wanted.device
-        targets = filled.targets
-        received = any(p.entry is None for p in targets.plan.placements)
-        state = collect(self._model, self._wanted.modules)
-        if change is not None and change.prepare is not None and self._unprepared and received:
-            change.prepare(self._model)
-            state = collect(self._model, self._wanted.modules)
-            truths = {truth.name: truth for truth, _ in targets.pairs()}
-            targets = replace(targets, plan=plan_changed(state, truths))
-        # Of the containers as they were asked for: ties can give what is installed other strides.
-        identity = self._identity(manifest, state).digest
-        kept = [c for c in state.containers if c.name in targets.plan.kept]
-        rest = on_device((*state.computed, *kept), device)
-        undo = install([*targets.installable(), *rest])
-        if change is not None and not received:
-            try:
-                change.apply(self._model)
-                return self._publish(manifest, note)
-            except BaseException:
-                undo()
-                raise
-        note.yes(f"{targets.plan.nbytes:,} bytes installed")
-        return Served(
-            identity,
-            targets.layout,
-            targets.tensors,
-            targets.arena.segments if targets.arena is not None else (),
-            marks(collect(self._model, self._wanted.modules)),
-        )
-
-    def _publish(self, manifest: Manifest, note: Note) -> Served | None:
-        """The truth of the state after the change, published; None if another's stands."""
-        state = collect(self._model, self._wanted.modules)
-        identity = self._identity(manifest, state).digest
-        truths = truths_of(state, self._deadline)
-        if not publish_truth(self._ways.origin, identity, truths, self._deadline):
-            note.yes("changed, but not to the bytes that were published: not to be served to peers")
-            return None
-        note.yes(f"changed, and the truth of {len(truths)} tensors published")
-        ordered = sorted(state.containers, key=lambda container: container.name)
-        tensors = tuple(container.tensor.detach() for container in ordered)
-        return Served(identity, NO_ARENA, tensors, (), marks(state))
+    def _finish(self, installation: Installation, note: Note) -> Served | None:
+        change = self._wanted.change
+        received = installation.received_changed
+        prepare = change.prepare if change is not None and self._unprepared and received else None
+        served = installation.install(prepare, note)
+        if change is None or received:
+            return served
+        return installation.change(change, self._ways.origin, self._deadline, note)
 
     def _report(self, manifest: Manifest, filled: _Filled) -> LoadReport:
         plan = filled.targets.plan
@@ -468,39 +414,12 @@ class Walk:
             source=filled.source.name,
             tensors=filled.verified.tensors,
             bytes=filled.verified.nbytes,
-            seconds=self._journal.seconds,
+            seconds=self._stages.journal.seconds,
             verified=True,
             kept=plan.kept,
             skipped=plan.skipped,
-            stages=tuple(self._journal.stages),
+            stages=tuple(self._stages.journal.stages),
         )
-
-    # Voting
-
-    def _try(
-        self, name: str, action: Callable[[Note], T]
-    ) -> tuple[T | None, Verdict, WarmcastError | None]:
-        """Run a stage and vote on it: its result, the verdict, and this rank's own problem."""
-        value: T | None = None
-        problem: WarmcastError | None = None
-        with self._journal.stage(name) as note:
-            try:
-                value = action(note)
-            except WarmcastError as cause:
-                problem = cause
-            verdict = self._group.vote(problem is None, str(problem), self._deadline)
-            if not verdict:
-                note.no(str(problem) if problem is not None else str(verdict))
-        return value, verdict, problem
-
-    def _together(self, name: str, action: Callable[[Note], T]) -> T:
-        """Run a stage that has to succeed on all ranks; the error of this one, or of another."""
-        value, verdict, problem = self._try(name, action)
-        if problem is not None:
-            raise problem
-        if not verdict:
-            raise Outvoted(f"{self._wanted.ref}: {verdict}")
-        return cast("T", value)
 
 
 def _fill(source: Source, targets: Targets, limit: Deadline, note: Note) -> None:
@@ -519,7 +438,8 @@ def _verify(targets: Targets, deadline: Deadline, note: Note) -> Verified:
     return verified
 
 
-def _noted(manifest: Manifest, note: Note) -> Manifest:
+def _noted(read: Callable[[], Manifest], note: Note) -> Manifest:
+    manifest = read()
     note.yes(f"{manifest.digest[:12]}, {len(manifest.files)} files, {manifest.nbytes:,} bytes")
     return manifest
 

@@ -65,9 +65,7 @@ class Loader:
         self._group = group
         self._heartbeat = Heartbeat()
         self._leases: dict[str, Lease] = {}
-        self._loaded: weakref.WeakKeyDictionary[nn.Module, tuple[Loaded, Wanted]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._loaded: weakref.WeakKeyDictionary[nn.Module, _Entry] = weakref.WeakKeyDictionary()
         self._senders: list[Sender] = []
         self._worker = f"{os.uname().nodename[:200]}-{os.getpid()}-{secrets.token_hex(2)}"
         goodbye.on_exit(self)
@@ -120,22 +118,26 @@ class Loader:
             )
         taken: list[Lease] = []
 
-        def on_lease(registry: Registry, lease: Lease) -> None:
-            taken.append(lease)
-            self._keep(registry, lease)
+        def lead(identity: str, deadline: Deadline) -> Lease | None:
+            lease = self._lead(identity, deadline)
+            if lease is not None:
+                taken.append(lease)
+                self._keep(lease, limit)
+            return lease
 
         transports = transports_for(wanted.device)
         peers = None
         if self._registry is not None and transports:
             peers = PeerRoute(self._registry, self._endpoint(wanted.device, transports), transports)
-        ways = Ways(self._origin, self._registry, peers, on_lease)
+        ways = Ways(self._origin, self._registry, peers, lead)
         try:
             loaded = Walk(model, wanted, ways, group, limit).run()
         except BaseException:
-            for lease in taken:
-                self._give_back(lease)
+            self._give_back(taken)
             raise
-        self._loaded[model] = (loaded, wanted)
+        for lease in taken:
+            self._keep(lease, Deadline.after(GRACE))
+        self._loaded[model] = (loaded, wanted, tuple(taken))
         log.info("%s", loaded.report)
         return loaded.report
 
@@ -150,9 +152,10 @@ class Loader:
         """
         if model not in self._loaded:
             raise UsageError("serve", expected="a model that this loader has loaded")
-        loaded, wanted = self._loaded[model]
+        loaded, wanted, leases = self._loaded[model]
         transports = transports_for(wanted.device)
         if self._registry is None or loaded.served is None or not transports:
+            self._give_back(leases)
             return None
         if marks(collect(model, wanted.modules)) != loaded.served.marks:
             raise UsageError(
@@ -175,8 +178,7 @@ class Loader:
         sender.start(Deadline.after(CALL))
         self._senders.append(sender)
         # Only now: who waits for the lease must find the sender when it is free.
-        if lease := self._leases.get(loaded.served.identity):
-            self._give_back(lease)
+        self._give_back(leases)
         return sender
 
     def close(self) -> None:
@@ -184,8 +186,7 @@ class Loader:
         for sender in self._senders:
             sender.close()
         self._senders.clear()
-        for lease in list(self._leases.values()):
-            self._give_back(lease)
+        self._give_back(list(self._leases.values()))
         self._heartbeat.close()
         if self._group is not None:
             self._group.close()
@@ -198,8 +199,7 @@ class Loader:
         """Give up presences and leases at once; the process is about to end."""
         for sender in self._senders:
             sender.withdraw(Deadline.after(CALL))
-        for lease in list(self._leases.values()):
-            self._give_back(lease)
+        self._give_back(list(self._leases.values()))
 
     def __enter__(self) -> Loader:
         return self
@@ -234,27 +234,48 @@ class Loader:
             transports=names,
         )
 
-    def _keep(self, registry: Registry, lease: Lease) -> None:
-        """Renew a lease, for as long as the load takes and a while for :meth:`serve`."""
+    def _lead(self, identity: str, deadline: Deadline) -> Lease | None:
+        """The lease of an identity: this loader's own, if an earlier load of it was not served."""
+        if self._registry is None:
+            return None
+        return self._leases.get(identity) or self._registry.acquire(identity, deadline)
+
+    def _keep(self, lease: Lease, until: Deadline) -> None:
+        """Renew a lease until it is given back, or a time is over."""
+        registry = self._registry
         self._leases[lease.identity] = lease
-        until = Deadline.after(self._seconds + GRACE)
 
         def beat(deadline: Deadline) -> bool:
-            if until.expired or not registry.renew(lease, deadline):
-                self._leases.pop(lease.identity, None)
+            if registry is None:
                 return False
-            return True
+            if until.expired:
+                registry.release(lease, deadline)
+            elif registry.renew(lease, deadline):
+                return True
+            self._leases.pop(lease.identity, None)
+            return False
 
-        self._heartbeat.keep(f"lease {lease.identity[:12]}", beat)
+        self._heartbeat.keep(_beat_of(lease), beat)
 
-    def _give_back(self, lease: Lease) -> None:
-        self._leases.pop(lease.identity, None)
-        self._heartbeat.drop(f"lease {lease.identity[:12]}")
-        if self._registry is not None:
+    def _give_back(self, leases: Sequence[Lease]) -> None:
+        """Let somebody else lead; a lease that was given back before is left alone."""
+        for lease in leases:
+            if self._leases.get(lease.identity) is not lease or self._registry is None:
+                continue
+            del self._leases[lease.identity]
+            self._heartbeat.drop(_beat_of(lease))
             try:
                 self._registry.release(lease, Deadline.after(CALL))
             except WarmcastError as cause:
                 log.warning("lease left to expire: %s", cause)
+
+
+_Entry = tuple[Loaded, Wanted, tuple[Lease, ...]]
+"""A load, and the leases that end when it is served."""
+
+
+def _beat_of(lease: Lease) -> str:
+    return f"lease {lease.identity[:12]}"
 
 
 def _device(device: str | torch.device) -> torch.device:

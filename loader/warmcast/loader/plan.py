@@ -35,9 +35,6 @@ from warmcast.manifests.canonical import digest
 from warmcast.manifests.identity import Mesh
 from warmcast.manifests.manifest import Manifest, SliceEntry, TensorEntry, TiedEntry
 
-NO_ARENA = "0" * 64
-"""The layout of tensors that lie in no arena."""
-
 
 @dataclass(frozen=True, slots=True)
 class Truth:
@@ -85,7 +82,10 @@ class Plan:
 
     @property
     def layout(self) -> str:
-        """A digest of the arena's layout: equal on two workers whose arenas can be copied whole."""
+        """A digest of the tensors, their lengths and order, and of how an arena lays them out.
+
+        Two workers can give each other weights if theirs are equal.
+        """
         rows = [[p.truth.name, p.span] for p in self.placements]
         return digest({"alignment": ALIGNMENT, "segment": SEGMENT, "rows": rows})
 
@@ -113,11 +113,6 @@ class Targets:
         )
         return cls(plan, room, tensors)
 
-    @property
-    def layout(self) -> str:
-        """The digest of the arena's layout; ``NO_ARENA`` without one."""
-        return self.plan.layout if self.arena is not None else NO_ARENA
-
     def pairs(self) -> list[tuple[Truth, Tensor]]:
         """Each piece of memory with what it must hash to."""
         truths = (placement.truth for placement in self.plan.placements)
@@ -130,9 +125,13 @@ class Targets:
         return [flat_bytes(tensor) for tensor in self.tensors if tensor.numel()]
 
     def free(self) -> None:
-        """Give the memory back, whoever still holds a reference (a traceback's frames, say)."""
-        for tensor in self.arena.segments if self.arena is not None else self.tensors:
-            tensor.untyped_storage().resize_(0)
+        """Give the memory back; whoever still holds these tensors finds them empty.
+
+        Not by resizing the storage: a transfer that was aborted may still be writing to it, and
+        whoever prints a traceback's tensors would read it.
+        """
+        for tensor in (*(self.arena.segments if self.arena is not None else ()), *self.tensors):
+            tensor.set_()
 
     def installable(self) -> list[tuple[Container, Tensor]]:
         """Each container with the tensor that goes there."""

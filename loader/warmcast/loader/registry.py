@@ -183,6 +183,10 @@ class Registry:
         found = self._script(_SENDERS, (_key(identity, "senders"),), (prefix,), deadline)
         return [_presence(text) for text in found]
 
+    def present(self, presence: Presence, deadline: Deadline) -> bool:
+        """Whether a sender's presence is still there."""
+        return bool(self._call(lambda client: client.exists(_sender_key(presence)), deadline))
+
     # Waiting for somebody else
 
     @contextmanager

@@ -23,7 +23,7 @@ from warmcast.loader.containers import flat_bytes
 from warmcast.loader.errors import PeerError, RegistryUnavailable
 from warmcast.loader.handshake import Ask, Lifeline
 from warmcast.loader.heartbeat import Heartbeat
-from warmcast.loader.load import Served
+from warmcast.loader.ready import Served
 from warmcast.loader.registry import BEAT, CALL, Presence, Registry
 from warmcast.loader.transports import Endpoint, Transfer, Transport, choose
 from warmcast.manifests.deadline import Deadline
@@ -129,8 +129,8 @@ class Sender:
     def _answer(self, request: Ask) -> None:
         deadline = Deadline.after(handshake.SENDER_PATIENCE + CALL)
         transport, reason = choose(self._transports, self._endpoint, request.endpoint)
-        if request.identity != self._offer.identity:
-            transport, reason = None, "this sender has other weights"
+        if (request.identity, request.layout) != (self._offer.identity, self._offer.layout):
+            transport, reason = None, "this sender has other weights, or other tensors of them"
         if transport is None:
             handshake.turn_away(self._registry, request, "no", reason, deadline)
             return
@@ -138,7 +138,7 @@ class Sender:
             reason = f"{self._max} receivers are being served"
             handshake.turn_away(self._registry, request, "busy", reason, deadline)
             return
-        whole = bool(self._offer.segments) and request.layout == self._offer.layout
+        whole = request.arena and bool(self._offer.segments)
         try:
             ticket = handshake.accept(
                 self._registry, request, self._endpoint, transport.name, whole, deadline

@@ -22,14 +22,14 @@ from warmcast.manifests.manifest import Manifest
 class Job:
     """What one rank wants: this plan of this manifest, under this identity, on this device.
 
-    ``layout`` is that of the arena which will be filled.
+    ``arena`` tells that the memory to be filled is an arena.
     """
 
     manifest: Manifest
     plan: Plan
     identity: Identity
-    layout: str
     device: torch.device
+    arena: bool = True
 
 
 class Source(Protocol):

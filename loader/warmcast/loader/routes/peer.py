@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from warmcast.loader.address import address_for
 from warmcast.loader.errors import PeerBusy, PeerError, PeerRefused
-from warmcast.loader.handshake import Agreement, Lifeline, ask, confirm
+from warmcast.loader.handshake import RECEIVER_PATIENCE, Agreement, Lifeline, ask, confirm
 from warmcast.loader.plan import Targets
 from warmcast.loader.registry import Presence, Registry
 from warmcast.loader.routes import Job, Source
@@ -49,9 +49,13 @@ class PeerRoute:
             failed = f"; {len(self._failed)} failed before" if self._failed else ""
             raise NoSender(f"no sender of {job.identity.digest[:12]} is registered{failed}")
         problems: list[PeerError] = []
-        for sender in sorted(senders, key=self._distance):
+        for left, sender in zip(
+            range(len(senders), 0, -1), sorted(senders, key=self._distance), strict=True
+        ):
+            # One that is silent must not take the time in which the others could be asked.
+            patience = min(RECEIVER_PATIENCE, deadline.remaining() / left)
             try:
-                return self._meet(job, sender, deadline)
+                return self._meet(job, sender, deadline, patience)
             except PeerError as cause:
                 problems.append(cause)
                 if not isinstance(cause, PeerBusy):
@@ -68,8 +72,16 @@ class PeerRoute:
         """Do not ask this sender again: what it sent was wrong, or did not arrive."""
         self._failed.add(sender)
 
-    def _meet(self, job: Job, sender: Presence, deadline: Deadline) -> Source:
-        agreement = ask(self._registry, sender, self._endpoint, job.layout, deadline)
+    def _meet(self, job: Job, sender: Presence, deadline: Deadline, patience: float) -> Source:
+        agreement = ask(
+            self._registry,
+            sender,
+            self._endpoint,
+            job.plan.layout,
+            deadline,
+            arena=job.arena,
+            patience=patience,
+        )
         transport = self._transports.get(agreement.answer.transport)
         if transport is None:
             raise PeerRefused(
