@@ -27,7 +27,7 @@ from warmcast.loader.ready import Served
 from warmcast.loader.registry import BEAT, CALL, Presence, Registry
 from warmcast.loader.transports import Endpoint, Transfer, Transport, choose
 from warmcast.manifests.deadline import Deadline
-from warmcast.manifests.errors import WarmcastError
+from warmcast.manifests.errors import DeadlineExceeded, WarmcastError
 
 log = logging.getLogger("warmcast")
 
@@ -71,8 +71,11 @@ class Sender:
         return self._served
 
     def start(self, deadline: Deadline) -> None:
-        """Announce the sender and answer from now on. Raises :class:`RegistryUnavailable`."""
-        self._announce(deadline)
+        """Announce the sender and answer from now on, or from when the registry is back."""
+        try:
+            self._announce(deadline)
+        except (RegistryUnavailable, DeadlineExceeded) as cause:
+            log.warning("sender %s is announced when the registry answers: %s", self.name, cause)
         self._heartbeat.keep(self.name, self._announce)
         self._thread.start()
 

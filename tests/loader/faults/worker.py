@@ -1,0 +1,234 @@
+"""A worker in a process of its own: told what to do over a pipe, halted at exact moments.
+
+A fault is as good as its moment. So this process reports over a second pipe that it has come to a
+moment it was told to halt at, and waits there; what then happens to it (SIGKILL, SIGSTOP) or to
+the registry is real. Only the waiting is ours: a few functions of the loader are wrapped here, and
+nothing else of it is touched.
+
+    sender      asked        a request is out of the mailbox, the answer is not yet given
+                answered     the answer is given, the confirmation is awaited
+                confirmed    the confirmation is there, the transfer has not begun
+                sending      one piece is sent, the next is not
+    receiver    found        a sender is known, it is not yet asked
+                agreed       the answer is there, the confirmation is not yet given
+                receiving    one piece is received, the next is not
+                waiting      about to wait for another's lease
+                leased       the lease is taken
+                reading      a thread is about to read a chunk from the origin; others go on
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import itertools
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from warmcast.loader import Loader, handshake
+from warmcast.loader.registry import Registry, Watch
+from warmcast.loader.routes import peer
+from warmcast.loader.transports.gloo import Gloo
+from warmcast.manifests.errors import WarmcastError
+from warmcast.manifests.origin import Origin
+
+REF = "model@test"
+LAYERS, WIDTH, HEIGHT = 3, 2048, 1792  # 14 MiB a layer, 42 MiB in all: three pieces of a transfer
+
+
+def build() -> nn.Module:
+    """The model that all workers of these tests load."""
+    return nn.Sequential(*(nn.Linear(WIDTH, HEIGHT) for _ in range(LAYERS)))
+
+
+def fingerprint(model: nn.Module) -> str:
+    """The SHA-256 of all weights, or ``meta`` for a skeleton that nothing was done to."""
+    tensors = sorted(model.state_dict().items())
+    if all(tensor.is_meta for _, tensor in tensors):
+        return "meta"
+    found = hashlib.sha256()
+    for name, tensor in tensors:
+        found.update(name.encode())
+        found.update(tensor.detach().contiguous().numpy())
+    return found.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a load ended: ``error`` is a class's name, empty if it ended well."""
+
+    weights: str
+    route: str = ""
+    source: str = ""
+    error: str = ""
+    message: str = ""
+    tree: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What a process holds: Python's threads, all threads, open files, resident bytes."""
+
+    threads: tuple[str, ...]
+    tasks: int
+    files: tuple[str, ...]
+    resident: int
+
+
+class _Worker:
+    def __init__(self, origin: str, registry: str | None) -> None:
+        self._origin = origin
+        self._registry = registry
+        self._loader = Loader(origin, registry)
+        self._model = build()
+        self._sender: Any = None
+
+    def load(self, deadline: float, ref: str = REF) -> Outcome:
+        with self._loader.skeleton():
+            self._model = build()
+        try:
+            report = self._loader.load(self._model, ref, deadline=deadline)
+        except WarmcastError as cause:
+            notes = "\n".join(cause.__notes__)
+            name = type(cause).__name__
+            return Outcome(fingerprint(self._model), error=name, message=str(cause), tree=notes)
+        return Outcome(fingerprint(self._model), report.route, report.source, tree=str(report))
+
+    def serve(self, max_receivers: int = 4) -> str:
+        self._sender = self._loader.serve(self._model, max_receivers=max_receivers)
+        return str(self._sender.name)
+
+    def served(self) -> int:
+        """Receivers served, once no transfer is under way."""
+        for thread in threading.enumerate():
+            if thread.name == "warmcast-transfer":
+                thread.join()
+        return int(self._sender.served)
+
+    def identity(self) -> str:
+        return str(self._sender._offer.identity)
+
+    def weights(self) -> str:
+        """Work of the worker's own: something that takes the interpreter and the weights."""
+        return fingerprint(self._model)
+
+    def flip(self) -> str:
+        """Flip one bit of the weights where they lie; the name of the tensor."""
+        name, parameter = list(self._model.named_parameters())[2]
+        parameter.data.view(torch.int32)[7, 7] ^= 1 << 20
+        return name
+
+    def close(self) -> None:
+        """Give everything back, and begin anew."""
+        self._loader.close()
+        self._sender = None
+        self._loader = Loader(self._origin, self._registry)
+
+    def survey(self) -> Survey:
+        gc.collect()
+        threads = tuple(sorted(t.name for t in threading.enumerate()))
+        files = []
+        for fd in Path("/proc/self/fd").iterdir():
+            with suppress(FileNotFoundError):  # the one that lists them
+                files.append(str(fd.readlink()))
+        tasks = len(list(Path("/proc/self/task").iterdir()))
+        resident = int(Path("/proc/self/statm").read_text().split()[1])
+        return Survey(threads, tasks, tuple(sorted(files)), resident * os.sysconf("SC_PAGE_SIZE"))
+
+
+class _Moments:
+    """Halts at the moments that it was told of, once each, until it is told to go on."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._wanted: set[str] = set()
+
+    def halt_at(self, moment: str) -> None:
+        self._wanted.add(moment)
+
+    def reach(self, moment: str) -> None:
+        if moment in self._wanted:
+            self._wanted.discard(moment)
+            self._pipe.send(moment)
+            self._pipe.recv()
+
+    def before(self, owner: Any, name: str, moment: str, when: Callable[..., bool]) -> None:
+        original = getattr(owner, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if when(*args):
+                self.reach(moment)
+            return original(*args, **kwargs)
+
+        setattr(owner, name, wrapped)
+
+    def after(self, owner: Any, name: str, moment: str, when: Callable[[Any], bool]) -> None:
+        original = getattr(owner, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            if when(result):
+                self.reach(moment)
+            return result
+
+        setattr(owner, name, wrapped)
+
+    def midway(self, owner: Any, name: str, moment: str) -> None:
+        """A transport looks for the peer's signs of life before each piece."""
+        original = getattr(owner, name)
+
+        def wrapped(transport: Any, transfer: Any, ticket: str) -> None:
+            count = itertools.count()
+
+            def alive() -> None:
+                transfer.alive()
+                if next(count) == 1:
+                    self.reach(moment)
+
+            original(transport, replace(transfer, alive=alive), ticket)
+
+        setattr(owner, name, wrapped)
+
+
+def main(
+    orders: Connection,
+    moments: Connection,
+    origin: str,
+    registry: str | None,
+    folder: str,
+    env: Mapping[str, str],
+) -> None:
+    """Do what comes over ``orders``, each a method's name and its arguments, until it ends."""
+    os.environ.update(env)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)  # else torch's own pool would come and go in what is counted
+    tempfile.tempdir = folder
+    halts = _Moments(moments)
+    halts.after(handshake, "next_ask", "asked", lambda ask: ask is not None)
+    halts.before(Registry, "pop", "answered", lambda _, box, *rest: box.endswith(":confirm"))
+    halts.after(handshake, "accept", "confirmed", lambda ticket: True)
+    halts.midway(Gloo, "send", "sending")
+    halts.before(peer, "ask", "found", lambda *args: True)
+    halts.after(peer, "ask", "agreed", lambda agreement: True)
+    halts.midway(Gloo, "receive", "receiving")
+    halts.before(Watch, "wait", "waiting", lambda *args: True)
+    halts.after(Registry, "acquire", "leased", lambda lease: lease is not None)
+    halts.before(Origin, "read_blob", "reading", lambda *args: True)
+    worker = _Worker(origin, registry)
+    orders.send(None)
+    with suppress(EOFError):
+        while True:
+            name, arguments = orders.recv()
+            owner = halts if name == "halt_at" else worker
+            orders.send(getattr(owner, name)(*arguments))
