@@ -16,13 +16,14 @@ import select
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from warmcast.manifests.deadline import Deadline
-from warmcast.manifests.errors import DeadlineExceeded, UsageError, WarmcastError
+from warmcast.manifests.errors import DeadlineExceeded, UsageError, WarmcastError, one_line
 
 _CHUNK = 1 << 16
 _END = 10.0
@@ -156,10 +157,12 @@ class Channel:
 
 
 def serve(act: Callable[[Channel], None]) -> None:
-    """Be a process of the demo: run ``act``, and tell the demo of an error of ours."""
+    """Be a process of the demo: run ``act``, and tell the demo of an error."""
     channel = Channel()
     try:
         act(channel)
-    except WarmcastError as cause:
-        channel.tell({"error": str(cause)})
-        sys.exit(cause.exit_code)
+    except Exception as cause:  # noqa: BLE001 - the last handler of a process
+        traceback.print_exc()
+        known = isinstance(cause, WarmcastError)
+        channel.tell({"error": one_line(cause if known else f"{type(cause).__name__}: {cause}")})
+        sys.exit(1)

@@ -1,4 +1,4 @@
-"""What came of the demo: a table for people, the same as JSON, and whether it is as it should be."""
+"""What came of the demo: a table for people, the same as JSON, and whether all is as expected."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+
 from warmcast.manifests.errors import WarmcastError
+
+_WIDEST = 500
 
 STAGES: Mapping[str, Sequence[str]] = {
     "find": ("ref", "manifest", "skeleton", "identity", "registry", "peer", "next"),
@@ -84,34 +91,32 @@ class Result:
         }
 
     def print(self) -> None:
-        """Print the table."""
-        for line in self.lines():
-            print(line)
+        """Print the table, as wide as it is: a terminal may wrap it, but nothing is cut off."""
+        table = self._table()
+        console = Console(highlight=False)
+        width = Measurement.get(console, console.options.update(width=_WIDEST), table).maximum
+        Console(highlight=False, width=max(width, console.width)).print(table)
+        count = sum(worker.identical for worker in self.workers)
+        shapes = ", ".join(f"{n} {'×'.join(map(str, s))}" for n, s in self.outputs.items())
+        print("Seconds of the load, by stage; the start of the process is not in them.")
+        print(
+            f"{count} of {len(self.workers)} workers compute, bit by bit, "
+            f"what {self.model} does as transformers reads it:\n"
+            f"{shapes}; SHA-256 {self.digest[:12]}."
+        )
         sys.stdout.flush()
 
-    def lines(self) -> list[str]:
-        """The table as lines: plain text, which no terminal's width changes."""
-        head = ("worker", "device", "route", "transport", "bytes",
-                *STAGES, "rest", "total s", "verified", "identical")  # fmt: skip
-        rows = [head, *(_row(worker) for worker in self.workers)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        numbers = range(head.index("bytes"), head.index("verified"))
-        texts = [
-            "  ".join(
-                cell.rjust(width) if place in numbers else cell.ljust(width)
-                for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
-        ]
-        texts.insert(1, "  ".join("─" * width for width in widths))
-        shapes = ", ".join(f"{n} {'×'.join(map(str, s))}" for n, s in self.outputs.items())
-        count = sum(worker.identical for worker in self.workers)
-        return [
-            *texts,
-            "Seconds of the load, by stage; the process's start is not in them.",
-            f"Outputs bit-identical to {self.model} read by transformers: "
-            f"{count} of {len(self.workers)} workers ({shapes}; SHA-256 {self.digest[:12]}).",
-        ]
+    def _table(self) -> Table:
+        table = Table(box=SIMPLE_HEAD, pad_edge=False)
+        for name in ("worker", "route", "transport"):
+            table.add_column(name)
+        for name in ("bytes", *STAGES, "rest", "total s"):
+            table.add_column(name, justify="right")
+        for name in ("verified", "identical"):
+            table.add_column(name)
+        for worker in self.workers:
+            table.add_row(*_row(worker))
+        return table
 
     def check(self) -> None:
         """Raise :class:`NotAsExpected`, for the first worker that is not as it should be."""
@@ -134,7 +139,6 @@ def _row(worker: Worker) -> tuple[str, ...]:
     seconds = (*worker.stages.values(), worker.report["seconds"])
     return (
         worker.name,
-        worker.device,
         worker.route,
         worker.report["transport"] or "-",
         f"{worker.report['bytes']:,}",

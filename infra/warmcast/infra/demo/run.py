@@ -110,10 +110,12 @@ class _Play:
         child.tell("load")
         answer = child.answer(self.deadline)
         self.alive[child] = device
-        _say(f"{name}: {answer['tree']}")
-        return Worker(
-            name, device, route, answer["report"], answer["tree"], answer["digest"] == digest
-        )
+        report = answer["report"]
+        for stage in report["stages"]:
+            if stage["outcome"] == "no":
+                _say(f"{name}: {stage['name']}: {stage['reason']}")
+        _say(f"{name} on {device}: {answer['tree'].splitlines()[0]}")
+        return Worker(name, device, route, report, answer["tree"], answer["digest"] == digest)
 
     def _kill_all(self) -> None:
         if self.alive:
