@@ -106,7 +106,7 @@ class Proxy:
             while True:
                 request = _message(client)
                 with self._lock:
-                    self.requests.append(request.partition(b"\r\n")[0])
+                    self.requests.append(request.partition(b"\r\n\r\n")[0])
                     fault = next((f for f in self.faults if request.startswith(f[0])), None)
                     if fault:
                         self.faults.remove(fault)
@@ -686,6 +686,28 @@ class TestBrokenWrites:
         assert not store.upload("a", Slow(LARGE), len(LARGE), crc32c(LARGE), deadline)
         assert uploads(store, deadline) == []
         assert read(store, "a", 0, len(LARGE), deadline) == LARGE
+
+    def test_somebody_else_was_faster_in_one_request(
+        self, store: S3Store, deadline: Deadline
+    ) -> None:
+        class Slow(io.BytesIO):
+            def read(self, size: int | None = -1) -> bytes:
+                if self.tell() == PART:
+                    assert store.create("a", b"theirs", deadline)
+                return super().read(size)
+
+        assert not store.upload("a", Slow(LARGE), len(LARGE), crc32c(LARGE), deadline)
+        assert uploads(store, deadline) == []
+        assert store.read("a", deadline)[0] == b"theirs"
+
+    def test_all_that_is_sent_carries_its_checksum(
+        self, proxy: Proxy, store: S3Store, deadline: Deadline
+    ) -> None:
+        upload(store, "large", LARGE, deadline)
+        upload(store, "small", DATA, deadline)
+        sent = [request for request in proxy.requests if request.startswith(b"PUT")]
+        assert len(sent) == 4
+        assert all(b"\r\nx-amz-checksum-crc32c: " in request for request in sent)
 
     def test_no_thread_stays(self, store: S3Store, deadline: Deadline) -> None:
         upload(store, "a", LARGE, deadline)

@@ -138,6 +138,11 @@ class Server:
     def pause(self) -> None:
         """Stop the process where it stands: connections stay open, nothing answers."""
         self._process.signal(signal.SIGSTOP)
+        # The signal is only on its way: until the last thread has stopped, it may answer.
+        deadline = Deadline.after(_END)
+        while not all(_is_stopped(task) for task in Path(f"/proc/{self.pid}/task").iterdir()):
+            deadline.check("pausing a server")
+            time.sleep(_POLL / 10)
 
     def resume(self) -> None:
         """Let a paused process go on."""
@@ -322,6 +327,14 @@ def _can_write(client: S3Client) -> bool:
     except (BotoCoreError, ClientError) as cause:
         raise ConnectionError(str(cause)) from cause
     return True
+
+
+def _is_stopped(task: Path) -> bool:
+    """Whether a thread is stopped, or has ended."""
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0] in "TtZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 def _until(process: Process, ready: Callable[[], bool], deadline: Deadline) -> None:

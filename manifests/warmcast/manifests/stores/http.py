@@ -202,11 +202,12 @@ def read_into(
     while done < len(view):
         with _transient(what):
             _limit(response, deadline)
-            count = response.readinto(view[done : done + _CHUNK])
-        if count == 0:
+            piece = response.read1(min(_CHUNK, len(view) - done))
+        if not piece:
             raise Transient(what, f"{done} of {len(view)} bytes")
-        done += count
-        yield count
+        view[done : done + len(piece)] = piece
+        done += len(piece)
+        yield len(piece)
 
 
 def read_all(
@@ -217,7 +218,7 @@ def read_all(
     while True:
         with _transient(what):
             _limit(response, deadline)
-            piece = response.read(_CHUNK)
+            piece = response.read1(_CHUNK)
         if not piece:
             return bytes(data)
         data += piece
@@ -226,7 +227,11 @@ def read_all(
 
 
 def _limit(response: urllib3.BaseHTTPResponse, deadline: Deadline) -> None:
-    """Let the next bytes take no longer than the deadline allows."""
+    """Let the next bytes take no longer than the deadline allows.
+
+    This binds one ``recv``, so bodies are read by ``read1``: ``read`` and ``readinto`` go on until
+    they have all that was asked for, however slowly it drips.
+    """
     transport = getattr(response.connection, "transport", None)
     if transport is not None:
         transport.settimeout(_seconds(IDLE, deadline))
