@@ -179,13 +179,11 @@ class Arena:
         """The tensor at a place, as the given type, shape and strides (in elements)."""
         segment, offset = self.places[index]
         whole = self.segments[segment]
-        if not len(whole):
-            return torch.empty_strided(
-                tuple(shape), tuple(stride), dtype=dtype, device=whole.device
-            )
-        # The offset is aligned to more than any element, and so is the segment's length.
+        # Not a view in autograd's sense, whose base would keep the memory when it is given up.
+        tensor = torch.empty(0, dtype=dtype, device=whole.device)
+        # The offset is aligned to more than any element.
         start = offset // dtype.itemsize
-        return torch.as_strided(whole.view(dtype), tuple(shape), tuple(stride), start)
+        return tensor.set_(whole.untyped_storage(), start, tuple(shape), tuple(stride))
 
 
 def lay_out(nbytes: Iterable[int]) -> tuple[list[int], list[tuple[int, int]]]:

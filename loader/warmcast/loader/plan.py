@@ -131,7 +131,7 @@ class Targets:
         whoever prints a traceback's tensors would read it.
         """
         for tensor in (*(self.arena.segments if self.arena is not None else ()), *self.tensors):
-            tensor.set_()
+            tensor.set_()  # type: ignore[call-overload]
 
     def installable(self) -> list[tuple[Container, Tensor]]:
         """Each container with the tensor that goes there."""
@@ -353,6 +353,8 @@ class _Matching:
             self._fits(owner, dtype, shape)
         for container, tie in tied:
             self._fits(container, dtype, tie.shape)
+        if len(stride) != len(shape):
+            return None  # another number of dimensions, as _fits has told
         numel = math.prod(shape)
         last = sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if numel else -1
         truth = Truth(

@@ -7,6 +7,7 @@ the others have been told.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -57,6 +58,8 @@ class Stages:
                 value = action(note)
             except WarmcastError as cause:
                 problem = cause
+                # They hold views of the memory that was being filled.
+                traceback.clear_frames(cause.__traceback__)
             except Exception as cause:
                 with suppress(WarmcastError):
                     self.group.vote(False, f"{type(cause).__name__}: {cause}", self.deadline)
