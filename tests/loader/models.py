@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -102,3 +103,9 @@ def snapshot(model: nn.Module) -> Callable[[], None]:
             assert values is None or bits(values) == bits(tensor), name
 
     return check
+
+
+def resident(field: str) -> int:
+    """Bytes, as the kernel counts them."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))

@@ -9,12 +9,24 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from tests.loader.models import Bag, Block, Encoder, assert_same, bits, filled, snapshot
+from tests.loader.models import (
+    Bag,
+    Block,
+    Encoder,
+    assert_same,
+    bits,
+    filled,
+    resident,
+    snapshot,
+)
 from warmcast.loader.dtypes import torch_dtype
 from warmcast.loader.errors import SkeletonMismatch, WeightVerificationError
 from warmcast.manifests import dtypes
+from warmcast.manifests.canonical import canonical_json
 from warmcast.manifests.errors import DeadlineExceeded, IntegrityError, NotFound, UsageError
 from warmcast.manifests.identity import Mesh
+from warmcast.manifests.manifest import parse_manifest
+from warmcast.manifests.origin import Origin
 
 
 def skeleton_of(loader, build):
@@ -414,16 +426,28 @@ def test_a_damaged_blob(publish, loader):
     assert "nobody else is loading it" in "".join(caught.value.__notes__)
 
 
+def test_an_error_that_is_kept_keeps_no_memory(publish, loader):
+    """The frames of its traceback hold views of what was being filled."""
+    deployed = publish({"weight": torch.ones(64 << 20, dtype=torch.uint8)})
+    with deployed.blob.open("r+b") as blob:
+        deployed.blob.chmod(0o644)
+        blob.seek(-1, 2)
+        blob.write(b"\2")
+    mine = loader()
+    model = skeleton_of(mine, lambda: Bag({"weight": torch.empty(0)}))
+    model.weight = torch.empty(64 << 20, dtype=torch.uint8, device="meta")
+    before = resident("VmRSS")
+    with pytest.raises(IntegrityError) as caught:
+        mine.load(model, deployed.ref)
+    assert caught.value.__traceback__ is not None
+    assert resident("VmRSS") - before < 48 << 20  # the threads' own buffers are 16 MiB each
+
+
 def test_a_truth_that_does_not_hold(publish, loader, file_url, deadline):
     """Chunks that agree with the file do not help if the tensor is not the one measured."""
     deployed = publish(filled(Raw()).state_dict())
-    from warmcast.manifests.manifest import parse_manifest
-    from warmcast.manifests.origin import Origin
-
     record = json.loads(deployed.manifest.data)
     record["tensors"][0]["crc32c"] = "00000000"
-    from warmcast.manifests.canonical import canonical_json
-
     wrong = parse_manifest(canonical_json(record))
     with Origin.open(file_url) as origin:
         origin.put_manifest(wrong, deadline)
