@@ -173,3 +173,11 @@ run(["verify", "m@a", "--origin", sys.argv[1]])
 assert not {"torch", "prefect", "safetensors"} & set(sys.modules), sorted(sys.modules)
 """
     subprocess.run([sys.executable, "-c", script, file_url], check=True, capture_output=True)
+
+
+def test_names_cannot_command_the_terminal(warmcast, source, file_url):
+    save_file({"\x1b[31mred[bold]": torch.ones(1)}, source / "model.safetensors")
+    deploy(source, file_url, "m@a")
+    code, out, _ = warmcast("inspect", "m@a", "--origin", file_url)
+    assert (code, "\x1b" in out) == (0, False)
+    assert r"\x1b[31mred[bold]" in out

@@ -35,7 +35,7 @@ class Call:
         return self.function, self.arguments
 
 
-def convert(path: Path, tmp_path: Path, deadline: Deadline = Deadline.after(60)):  # noqa: B008
+def convert(path: Path, tmp_path: Path, deadline: Deadline | None = None):
     out = tmp_path / "out"
     out.mkdir()
     try:
@@ -44,7 +44,7 @@ def convert(path: Path, tmp_path: Path, deadline: Deadline = Deadline.after(60))
             out,
             max_shard_nbytes=1 << 30,
             first_hidden=0,
-            deadline=deadline,
+            deadline=deadline or Deadline.after(60),
             tick=lambda _: None,
         )
     finally:
@@ -153,12 +153,11 @@ def test_archive_without_checksums(tmp_path):
 
 
 @pytest.mark.parametrize("legacy", [False, True])
-@pytest.mark.parametrize("share", [0.0, 0.9])
-def test_cut_off(tmp_path, share, legacy):
+def test_cut_off(tmp_path, legacy):
     buffer = io.BytesIO()
     torch.save({"w": torch.ones(5000)}, buffer, _use_new_zipfile_serialization=not legacy)
     data = buffer.getvalue()
-    (tmp_path / "model.bin").write_bytes(data[: int(len(data) * share)])
+    (tmp_path / "model.bin").write_bytes(data[: len(data) * 9 // 10])
     with pytest.raises(InvalidCheckpoint, match=r"sub/model\.bin"):
         convert(tmp_path / "model.bin", tmp_path)
 

@@ -14,6 +14,7 @@ from warmcast.flows.convert.pickle_child import plain, state_dict
 from warmcast.flows.errors import InvalidCheckpoint
 from warmcast.flows.run import deploy
 from warmcast.manifests import Manifest, Origin
+from warmcast.manifests.errors import InvalidManifest
 from warmcast.manifests.origin import blob_key
 
 OLD = {torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32}
@@ -39,8 +40,10 @@ def deployed(source, file_url, work, deadline):
     return run
 
 
-@pytest.mark.parametrize("legacy", [False, True])
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "weights.pt", "weights.pth"])
+@pytest.mark.parametrize(
+    ("name", "legacy"),
+    [("pytorch_model.bin", False), ("weights.pt", True), ("weights.pth", False)],
+)
 def test_pickles(deployed, restore, same_bits, dtypes_state, name, legacy):
     if legacy:  # torch cannot load what it saved of the newer dtypes in its old format
         dtypes_state = {n: t for n, t in dtypes_state.items() if t.dtype in OLD}
@@ -182,6 +185,7 @@ def test_left_out_is_told(source, file_url, work):
         ({"w": torch.ones(2, device="meta")}, "meta"),
         ({"w": torch.ones(2, dtype=torch.complex128)}, "complex128"),
         ({3: torch.ones(2)}, "names of tensors"),
+        ({"warmcast.storage.0": torch.ones(2)}, "which is taken"),
     ],
 )
 def test_what_cannot_be_stored_is_refused(state, words):
@@ -261,3 +265,34 @@ def test_ties_in_safetensors_metadata(source, file_url, restore):
     found = restore(manifest)
     assert set(found) == {"embed.weight", "head.weight"}
     assert torch.equal(found["head.weight"], model.head.weight)
+
+
+def test_a_converted_checkpoint_keeps_its_ties(deployed, source, file_url, restore, same_bits):
+    line = torch.arange(10.0)
+    state = {"a": line[:6], "b": line[4:], "a2": line[:6], "w": torch.ones(3), "v": torch.ones(4)}
+    state |= {"w2": state["w"], "v2": state["v"][1:]}
+    first = deployed(state)
+    converted = Path(file_url.removeprefix("file://")) / blob_key(
+        first.file["model.safetensors"].sha256
+    )
+    (source / "pytorch_model.bin").unlink()
+    shutil.copy(converted, source / "model.safetensors")
+    second = deploy(source, file_url, "m@b").manifest
+    assert (second.tensors, second.tied) == (first.tensors, first.tied)
+    same_bits(restore(second), state)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '[{"name": "a"}]'])
+def test_ties_in_metadata_that_are_none(source, file_url, text):
+    save_file({"w": torch.ones(2)}, source / "model.safetensors", {"warmcast.tied": text})
+    with pytest.raises(InvalidManifest, match=r"warmcast\.tied"):
+        deploy(source, file_url, "m@a")
+
+
+def test_ties_in_metadata_that_reach_out(source, file_url):
+    tie = {"name": "v", "of": "w", "shape": [3], "stride": [1], "offset": 0}
+    save_file(
+        {"w": torch.ones(2)}, source / "model.safetensors", {"warmcast.tied": json.dumps([tie])}
+    )
+    with pytest.raises(InvalidManifest, match=r"tied\.0\.offset"):
+        deploy(source, file_url, "m@a")

@@ -13,7 +13,7 @@ from warmcast.flows.run import deploy
 from warmcast.flows.steps.verify import verify
 from warmcast.manifests import Origin
 from warmcast.manifests.deadline import Deadline
-from warmcast.manifests.errors import DeadlineExceeded
+from warmcast.manifests.errors import DeadlineExceeded, IntegrityError
 from warmcast.manifests.origin import blob_key
 
 
@@ -104,3 +104,14 @@ def test_repair_of_a_conversion(source, file_url, work, deadline):
     again = deploy(source, file_url, "m@p", work=work, repair=True)
     assert (again.moved, again.changed) == (("model.safetensors",), False)
     assert check(manifest, file_url, deadline) == []
+
+
+def test_a_damaged_manifest_is_replaced(manifest, source, file_url, deadline):
+    path = Path(file_url.removeprefix("file://")) / f"manifests/sha256/{manifest.digest}.json"
+    path.write_bytes(manifest.data.replace(b"folder:source", b"folder:sourcf"))
+    with Origin.open(file_url) as origin, pytest.raises(IntegrityError):
+        origin.resolve("m@a", deadline)
+    later = deploy(source, file_url, "m@a", revision="2")
+    assert later.changed
+    with Origin.open(file_url) as origin:
+        assert origin.resolve("m@a", deadline) == later.manifest

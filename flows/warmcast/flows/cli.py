@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from warmcast.flows.progress import for_terminal, nbytes_text
+from warmcast.flows.progress import for_terminal, nbytes_text, printable
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import UsageError, WarmcastError
 from warmcast.manifests.manifest import Manifest, parse_manifest
@@ -124,7 +124,7 @@ def verify(
         with progress.stage("verify", manifest.nbytes):
             problems = run(opened, manifest, limit, progress.advance)
     for problem in problems:
-        print(problem)
+        print(printable(str(problem)))
     if problems:
         raise Damaged(
             ref,

@@ -126,6 +126,11 @@ def for_terminal() -> Progress:
     return Bars() if sys.stderr.isatty() else Lines()
 
 
+def printable(text: str) -> str:
+    """Text from outside without what a terminal would obey."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def _to_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from warmcast.flows.progress import nbytes_text
+from warmcast.flows.progress import nbytes_text, printable
 from warmcast.manifests.manifest import Layout, Manifest
 
 _WIDTH = 200
@@ -91,5 +92,5 @@ def _table(
             column, justify="right" if column in ("bytes", "offset") else "left", overflow="fold"
         )
     for row in islice(rows, limit):
-        table.add_row(*(cell.replace("[", "\\[") for cell in row))
+        table.add_row(*(escape(printable(cell)) for cell in row))
     return table

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from warmcast.flows.convert.safetensors import StoredTensor, shard, write_safetensors
-from warmcast.flows.convert.ties import Stored, View, resolve_ties, row_major
+from warmcast.flows.convert.ties import HIDDEN, Stored, View, resolve_ties, row_major, tie_metadata
 from warmcast.flows.errors import InvalidCheckpoint, UnsafePickle
 from warmcast.manifests.errors import WarmcastError
 
@@ -292,7 +292,9 @@ def plain(path: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
 
     dtype = _dtype(tensor)
     problem = None
-    if tensor.is_quantized:
+    if name.startswith(HIDDEN):
+        problem = f"a name that begins with {HIDDEN!r}, which is taken"
+    elif tensor.is_quantized:
         problem = "a quantized one"
     elif tensor.is_nested or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         problem = f"a {type(tensor).__name__}"
@@ -339,20 +341,14 @@ def _write(
     described = (StoredTensor(item.name, item.view.dtype, item.shape) for item in stored)
     plan = shard(described, job.max_shard_nbytes)
     for number, content in enumerate(plan):
-        whole = {
-            tie.name: item.name
-            for item in (items[t.name] for t in content)
-            for tie in item.tied
-            if item.span is None and tie.shape == item.shape and tie.stride == row_major(tie.shape)
-        }
 
         def data(tensor: StoredTensor) -> memoryview:
             item = items[tensor.name]
             tell(tensor.nbytes)
             return _bytes(tensors[item.view.name], item.span)
 
-        # The names that share a tensor whole, as safetensors.torch.save_model writes them.
-        metadata = {"format": "pt"} | whole
+        ties = [tie for tensor in content for tie in items[tensor.name].tied]
+        metadata = {"format": "pt"} | tie_metadata(ties, items)
         write_safetensors(Path(job.out) / str(number), content, data, metadata)
     return {
         "files": [[tensor.name for tensor in content] for content in plan],

@@ -18,15 +18,19 @@ each dtype, whatever the views.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from warmcast.flows.steps.order import load_order
+from warmcast.manifests.canonical import canonical_json
 from warmcast.manifests.manifest import TiedEntry
 
 HIDDEN = "warmcast.storage."
 """What the name of a tensor that exists only to be viewed begins with."""
+
+METADATA = "warmcast.tied"
+"""The key of a header's metadata under which views of stored tensors stand, as JSON."""
 
 _PIECE = 1 << 20
 
@@ -113,6 +117,22 @@ def resolve_ties(views: Iterable[View], first_hidden: int = 0) -> list[Stored]:
             stored.append(_stored_span(views, f"{HIDDEN}{first_hidden}"))
             first_hidden += 1
     return stored
+
+
+def tie_metadata(ties: Iterable[TiedEntry], stored: Mapping[str, Stored]) -> dict[str, str]:
+    """Ties as a safetensors header's metadata, so that a converted file tells them itself.
+
+    Names that share a tensor whole stand as ``safetensors.torch.save_model`` writes them,
+    ``{removed: kept}``; other views under :data:`METADATA`, as the manifest writes them.
+    """
+    whole, views = {}, []
+    for tie in ties:
+        shape = stored[tie.of].shape
+        if tie.shape == shape and tie.stride == row_major(shape) and tie.offset == 0:
+            whole[tie.name] = tie.of
+        else:
+            views.append(tie.model_dump(mode="json"))
+    return whole | ({METADATA: canonical_json(views).decode()} if views else {})
 
 
 def _stored_whole(views: Sequence[View]) -> Stored | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from warmcast.manifests.deadline import Deadline
-from warmcast.manifests.errors import NotFound, PreconditionFailed
+from warmcast.manifests.errors import IntegrityError, InvalidData, NotFound, PreconditionFailed
 from warmcast.manifests.manifest import Manifest
 from warmcast.manifests.origin import Origin, Ref, RefState
 
@@ -51,6 +51,6 @@ def _same_content(
         return None
     try:
         present = origin.manifest(state.record.manifest, deadline)
-    except NotFound:
-        return None  # a ref to nothing is worth replacing
+    except (NotFound, IntegrityError, InvalidData):
+        return None  # a ref to nothing, or to what was damaged, is worth replacing
     return present if present.same_content(manifest) else None

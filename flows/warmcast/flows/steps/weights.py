@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from warmcast.flows.convert.ties import HIDDEN, row_major
+from warmcast.flows.convert.ties import HIDDEN, METADATA, row_major
 from warmcast.flows.errors import InvalidIndex, NoWeights
 from warmcast.flows.local import LocalFile
+from warmcast.manifests.canonical import parse_json
+from warmcast.manifests.errors import InvalidManifest
 from warmcast.manifests.header import Header, read_header
-from warmcast.manifests.manifest import TiedEntry
+from warmcast.manifests.manifest import TiedEntry, parse_record
 
 
 def read_headers(files: Sequence[LocalFile]) -> dict[str, Header]:
@@ -31,14 +33,17 @@ def read_headers(files: Sequence[LocalFile]) -> dict[str, Header]:
 
 
 def metadata_ties(headers: Mapping[str, Header]) -> tuple[TiedEntry, ...]:
-    """The ties that ``safetensors.torch.save_model`` writes as ``{removed name: kept name}``.
+    """The ties that headers tell of: those of ``save_model``, and those of our own conversion.
 
-    Metadata hold other things too: a pair is a tie only if the one name is stored, and the other
-    is not.
+    ``safetensors.torch.save_model`` writes ``{removed name: kept name}``. Metadata hold other
+    things too: a pair is a tie only if the one name is stored, and the other is not. Views stand
+    under :data:`METADATA`. Raises :class:`InvalidManifest` if these are none.
     """
     stored = {tensor.name: tensor for header in headers.values() for tensor in header.tensors}
     ties: dict[str, TiedEntry] = {}
-    for header in headers.values():
+    for path, header in headers.items():
+        for tie in _views(header.metadata.get(METADATA, "[]"), f"{path}: {METADATA}"):
+            ties[tie.name] = tie
         for removed, kept in header.metadata.items():
             base = stored.get(kept)
             if base is not None and removed and removed not in stored:
@@ -50,6 +55,13 @@ def metadata_ties(headers: Mapping[str, Header]) -> tuple[TiedEntry, ...]:
                     offset=0,
                 )
     return tuple(ties[name] for name in sorted(ties))
+
+
+def _views(text: str, where: str) -> list[TiedEntry]:
+    value = parse_json(text.encode(), where, InvalidManifest)
+    if not isinstance(value, list):
+        raise InvalidManifest(where, expected="a list of views", found=type(value).__name__)
+    return [parse_record(TiedEntry, item, where) for item in value]
 
 
 def check_index(index: tuple[str, Mapping[str, str]], holder: Mapping[str, str]) -> list[str]:
