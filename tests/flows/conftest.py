@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from warmcast.flows.convert.pickle_child import DTYPES
+from tests.flows.checkpoints import TORCH, bits, every_dtype
 from warmcast.manifests import Manifest, Origin
 from warmcast.manifests.deadline import Deadline
-
-TORCH = {name: getattr(torch, dtype) for dtype, name in DTYPES.items()}
 
 Restore = Callable[[Manifest], dict[str, torch.Tensor]]
 
@@ -67,13 +65,6 @@ def restore(file_url: str, deadline: Deadline) -> Restore:
     return rebuild
 
 
-def bits(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
-    """What makes two tensors the same, to the bit."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    raw = bytes(flat.view(torch.uint8).tolist()) if flat.numel() else b""
-    return tensor.dtype, tuple(tensor.shape), raw
-
-
 @pytest.fixture
 def same_bits() -> Callable[[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], None]:
     """Assert that two state dicts hold the same names, dtypes, shapes and bits."""
@@ -84,18 +75,6 @@ def same_bits() -> Callable[[Mapping[str, torch.Tensor], Mapping[str, torch.Tens
             assert bits(found[name]) == bits(expected[name]), name
 
     return compare
-
-
-def every_dtype() -> dict[str, torch.Tensor]:
-    """A tensor of random bits of each dtype that torch can pickle and safetensors store."""
-    generator = torch.Generator().manual_seed(7)
-    state = {}
-    for name, dtype in TORCH.items():
-        raw = torch.randint(0, 256, (24,), dtype=torch.uint8, generator=generator)
-        if dtype == torch.bool:
-            raw = raw % 2
-        state[f"layers.0.{name}"] = raw.view(dtype)
-    return state
 
 
 @pytest.fixture

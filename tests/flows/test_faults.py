@@ -60,11 +60,9 @@ main(words)
 """
 
 STAGES = [
-    ("read pickles", 1),
     ("convert pickles", 2),
     ("convert pickles ended", 1),
-    ("read and upload", 2),
-    ("read and upload", 7),
+    ("read and upload", 3),
     ("read and upload ended", 1),
 ]
 
@@ -114,8 +112,10 @@ def test_killed_and_resumed(pickles, file_url, work, deadline, stage, count):
         assert not files_below(work)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize(("stage", "count"), [STAGES[1], STAGES[3]])
+@pytest.mark.parametrize(
+    ("stage", "count", "number"),
+    [(*STAGES[0], signal.SIGTERM), (*STAGES[2], signal.SIGTERM), (*STAGES[2], signal.SIGINT)],
+)
 def test_interrupted(pickles, file_url, work, deadline, stage, count, number):
     ended = sabotaged(stage, count, number, pickles, file_url, work)
     assert ended.returncode == 130

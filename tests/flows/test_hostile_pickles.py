@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from warmcast.flows.convert.pickle import convert_pickle
-from warmcast.flows.convert.pickle_child import ALLOWANCE
+from warmcast.flows.convert.pickle_child import ALLOWANCE, Job, load_checkpoint
 from warmcast.flows.errors import ConversionFailed, InvalidCheckpoint, UnsafePickle
 from warmcast.flows.local import LocalFile
 from warmcast.flows.run import deploy
@@ -51,6 +51,11 @@ def convert(path: Path, tmp_path: Path, deadline: Deadline | None = None):
         assert {p.name for p in tmp_path.iterdir()} <= {"out", "model.bin", "marker", "fifo"}
 
 
+def load(path: Path):
+    """What the child does first, in this process."""
+    return load_checkpoint(Job(str(path), "sub/model.bin", "", 0, 0, 0))
+
+
 @pytest.fixture
 def marker(tmp_path):
     """A file that a pickle would create if it ran."""
@@ -71,6 +76,12 @@ def marker(tmp_path):
 def test_forbidden_globals(tmp_path, marker, make, name):
     torch.save({"w": torch.ones(2), "x": make(marker)}, tmp_path / "model.bin")
     with pytest.raises(UnsafePickle, match=rf"sub/model\.bin: .*forbidden global '{name}'"):
+        load(tmp_path / "model.bin")
+
+
+def test_nothing_runs_in_the_child_either(tmp_path, marker):
+    torch.save({"x": Call(os.system, f"touch {marker}")}, tmp_path / "model.bin")
+    with pytest.raises(UnsafePickle, match=r"sub/model\.bin: .*forbidden global 'posix\.system'"):
         convert(tmp_path / "model.bin", tmp_path)
 
 
@@ -78,20 +89,20 @@ def test_forbidden_global_in_the_old_format(tmp_path, marker):
     thing = Call(os.system, f"touch {marker}")
     torch.save({"x": thing}, tmp_path / "model.bin", _use_new_zipfile_serialization=False)
     with pytest.raises(UnsafePickle, match=r"posix\.system"):
-        convert(tmp_path / "model.bin", tmp_path)
+        load(tmp_path / "model.bin")
 
 
 def test_plain_pickle(tmp_path, marker):
     (tmp_path / "model.bin").write_bytes(pickle.dumps(Call(os.system, f"touch {marker}")))
     with pytest.raises((UnsafePickle, InvalidCheckpoint), match=r"sub/model\.bin"):
-        convert(tmp_path / "model.bin", tmp_path)
+        load(tmp_path / "model.bin")
 
 
 def test_the_environment_cannot_allow_it(tmp_path, marker, monkeypatch):
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     torch.save({"x": Call(os.system, f"touch {marker}")}, tmp_path / "model.bin")
     with pytest.raises((UnsafePickle, InvalidCheckpoint)):
-        convert(tmp_path / "model.bin", tmp_path)
+        load(tmp_path / "model.bin")
 
 
 def test_a_module_beside_the_checkpoint_is_not_imported(tmp_path, marker, monkeypatch):
@@ -100,12 +111,6 @@ def test_a_module_beside_the_checkpoint_is_not_imported(tmp_path, marker, monkey
     (tmp_path / "fifo" / "torch.py").write_text(f"open({str(marker)!r}, 'w')")
     monkeypatch.chdir(tmp_path / "fifo")
     assert convert(tmp_path / "model.bin", tmp_path).files
-
-
-def test_memory_bomb(tmp_path):
-    torch.save({"w": torch.ones(2), "x": Call(bytearray, 1 << 40)}, tmp_path / "model.bin")
-    with pytest.raises(ConversionFailed, match=r"sub/model\.bin.*bytes of memory"):
-        convert(tmp_path / "model.bin", tmp_path)
 
 
 def test_memory_is_bounded_below_what_the_machine_has(tmp_path):
@@ -132,7 +137,7 @@ def test_compressed_archive(tmp_path):
     data = rezip(saved({"w": torch.zeros(1 << 16)}), zipfile.ZIP_DEFLATED)
     (tmp_path / "model.bin").write_bytes(data)
     with pytest.raises(InvalidCheckpoint, match="not compressed"):
-        convert(tmp_path / "model.bin", tmp_path)
+        load(tmp_path / "model.bin")
 
 
 def test_flipped_bit(tmp_path):
@@ -140,7 +145,7 @@ def test_flipped_bit(tmp_path):
     data[data.index(torch.arange(1000.0).numpy().tobytes()) + 77] ^= 4
     (tmp_path / "model.bin").write_bytes(data)
     with pytest.raises(InvalidCheckpoint, match=r"data/0.*CRC-32"):
-        convert(tmp_path / "model.bin", tmp_path)
+        load(tmp_path / "model.bin")
 
 
 def test_archive_without_checksums(tmp_path):
@@ -149,7 +154,7 @@ def test_archive_without_checksums(tmp_path):
         (tmp_path / "model.bin").write_bytes(saved({"w": torch.ones(3)}))
     finally:
         torch.serialization.set_crc32_options(True)
-    assert convert(tmp_path / "model.bin", tmp_path).files
+    assert set(load(tmp_path / "model.bin")) == {"w"}
 
 
 @pytest.mark.parametrize("legacy", [False, True])
@@ -159,13 +164,13 @@ def test_cut_off(tmp_path, legacy):
     data = buffer.getvalue()
     (tmp_path / "model.bin").write_bytes(data[: len(data) * 9 // 10])
     with pytest.raises(InvalidCheckpoint, match=r"sub/model\.bin"):
-        convert(tmp_path / "model.bin", tmp_path)
+        load(tmp_path / "model.bin")
 
 
 def test_noise(tmp_path):
     (tmp_path / "model.bin").write_bytes(zlib.compress(b"noise" * 100))
     with pytest.raises(InvalidCheckpoint, match=r"sub/model\.bin"):
-        convert(tmp_path / "model.bin", tmp_path)
+        load(tmp_path / "model.bin")
 
 
 def test_deadline_ends_the_child(tmp_path):

@@ -127,7 +127,7 @@ def _convert(job: Job, tell: Any) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     _bound_memory(2 * Path(job.source).stat().st_size + ALLOWANCE)
-    loaded = _load(job)
+    loaded = load_checkpoint(job)
     tensors, ignored = state_dict(loaded, job.path)
     del loaded
     dense = {name: plain(job.path, name, tensor) for name, tensor in tensors.items()}
@@ -143,7 +143,8 @@ def _bound_memory(more: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _load(job: Job) -> Any:
+def load_checkpoint(job: Job) -> Any:
+    """What the file holds; raises ``UnsafePickle``, ``InvalidCheckpoint``, ``MemoryError``."""
     import pickle
 
     import torch
