@@ -18,6 +18,7 @@ at the next beat. Every call ends by its deadline: a registry that is gone, stop
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,6 +35,8 @@ from warmcast.manifests.canonical import parse_json
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import InvalidData, UsageError
 from warmcast.manifests.manifest import Record, Sha256, parse_record
+
+log = logging.getLogger("warmcast")
 
 CALL = 1.0
 """Seconds that the registry has to answer one call, at most."""
@@ -178,10 +181,19 @@ class Registry:
         self._call(call, deadline)
 
     def senders(self, identity: str, deadline: Deadline) -> list[Presence]:
-        """The senders of an identity, as they last announced themselves."""
+        """The senders of an identity, as they last announced themselves.
+
+        A record that is no presence is passed over: it must not hide the senders beside it.
+        """
         prefix = _key(identity, "sender:")
         found = self._script(_SENDERS, (_key(identity, "senders"),), (prefix,), deadline)
-        return [_presence(text) for text in found]
+        senders = []
+        for text in found:
+            try:
+                senders.append(_presence(text))
+            except InvalidData as cause:
+                log.warning("registry %s: %s", self.url, cause)
+        return senders
 
     def present(self, presence: Presence, deadline: Deadline) -> bool:
         """Whether a sender's presence is still there."""

@@ -119,6 +119,9 @@ class _Worker:
     def identity(self) -> str:
         return str(self._sender._offer.identity)
 
+    def layout(self) -> str:
+        return str(self._sender._offer.layout)
+
     def weights(self) -> str:
         """Work of the worker's own: something that takes the interpreter and the weights."""
         return fingerprint(self._model)

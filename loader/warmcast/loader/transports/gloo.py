@@ -7,6 +7,7 @@ which the registry is reached.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -25,6 +26,8 @@ _NO_PROGRESS = 10.0
 """Seconds that one piece may take before the peer counts as gone."""
 
 _SENDER, _RECEIVER = 0, 1
+_VERSION = torch.__version__.partition("+")[0]
+_SEAL = hashlib.sha256().digest_size
 
 
 class Gloo:
@@ -69,8 +72,6 @@ class Gloo:
         except RegistryUnavailable as cause:
             raise TransferFailed(f"gloo: {cause}") from cause
         except RuntimeError as cause:
-            if isinstance(cause, TransferFailed):
-                raise
             raise TransferFailed(
                 "gloo",
                 expected="the peer to go on",
@@ -88,8 +89,16 @@ def _options(transfer: Transfer) -> Any:
     return options
 
 
+def _seal(data: bytes) -> bytes:
+    return hashlib.sha256(f"torch {_VERSION}\n".encode() + data).digest()
+
+
 class _RegistryStore(Store):
-    """The store through which gloo's pair exchanges addresses, kept in the registry."""
+    """The store through which gloo's pair exchanges addresses, kept in the registry.
+
+    Addresses are sealed: gloo reads them unchecked, and damaged ones, or those of another
+    version, can end the process.
+    """
 
     def __init__(self, registry: Registry, request: str, deadline: Deadline) -> None:
         super().__init__()
@@ -99,13 +108,18 @@ class _RegistryStore(Store):
 
     def set(self, key: str, value: bytes | str) -> None:
         data = value.encode() if isinstance(value, str) else value
-        self._registry.push(self._box(key), data, self._deadline)
+        self._registry.push(self._box(key), _seal(data) + data, self._deadline)
 
     def get(self, key: str) -> bytes:
         value = self._registry.peek(self._box(key), self._deadline)
         if value is None:
-            raise RuntimeError(f"the peer did not come: no {key!r} in time")
-        return value
+            raise TransferFailed("gloo", expected="the peer's address in time", found="none")
+        data = value[_SEAL:]
+        if value[:_SEAL] != _seal(data):
+            raise TransferFailed(
+                "gloo", expected=f"an address as torch {_VERSION} writes it", found="another"
+            )
+        return data
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         for key in keys:
