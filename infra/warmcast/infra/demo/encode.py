@@ -113,7 +113,7 @@ def digest(outputs: Mapping[str, Tensor]) -> str:
     for name, tensor in sorted(outputs.items()):
         flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         found.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        found.update(memoryview(flat.numpy()))
+        found.update(flat.numpy().data)
     return found.hexdigest()
 
 
