@@ -18,6 +18,7 @@ has them there is no honest way left, and :class:`RestartRequired` says so.
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -145,6 +146,7 @@ class Walk:
             if self._installation is not None:
                 self._installation.undo()
             self._free()
+            _forget(cause)
             cause.add_note("\n".join(["the load went so:", *self._stages.journal.lines()]))
             raise
 
@@ -420,6 +422,13 @@ class Walk:
             skipped=plan.skipped,
             stages=tuple(self._stages.journal.stages),
         )
+
+
+def _forget(cause: BaseException | None) -> None:
+    """Let go of what the frames of an error hold: views of the memory that was to be filled."""
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__cause__ or cause.__context__
 
 
 def _fill(source: Source, targets: Targets, limit: Deadline, note: Note) -> None:
