@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from warmcast.flows.convert.pickle_child import DTYPES
+from warmcast.flows.convert.state_dict import DTYPES
 
 TORCH = {name: getattr(torch, dtype) for dtype, name in DTYPES.items()}
 """torch's dtypes by safetensors' names."""

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file, save_model
 
 from tests.flows.checkpoints import bits
-from warmcast.flows.convert.pickle_child import plain, state_dict
+from warmcast.flows.convert.state_dict import dense, state_dict
 from warmcast.flows.errors import InvalidCheckpoint
 from warmcast.flows.run import deploy
 from warmcast.manifests import Manifest, Origin
@@ -173,7 +173,7 @@ def test_what_cannot_be_stored_is_refused(state, words):
     with pytest.raises(InvalidCheckpoint, match=words):
         tensors, _ = state_dict(state, "x.bin")
         for name, tensor in tensors.items():
-            plain("x.bin", name, tensor)
+            dense("x.bin", name, tensor)
 
 
 def test_sharded_pickles(source, file_url, work, restore, same_bits):

@@ -27,7 +27,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from warmcast.flows.convert.safetensors import StoredTensor, shard, write_safetensors
-from warmcast.flows.convert.ties import HIDDEN, Stored, View, resolve_ties, row_major, tie_metadata
+from warmcast.flows.convert.state_dict import (
+    DTYPES,
+    PAIRS,
+    as_integers,
+    dense,
+    dtype_of,
+    state_dict,
+)
+from warmcast.flows.convert.ties import Stored, View, resolve_ties, row_major, tie_metadata
 from warmcast.flows.errors import InvalidCheckpoint, UnsafePickle
 from warmcast.manifests.errors import WarmcastError
 
@@ -37,40 +45,11 @@ if TYPE_CHECKING:
 ALLOWANCE = 512 << 20
 """Bytes for the pickle's own objects, its strings and dicts."""
 
-WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
-"""Names under which training frameworks keep the weights beside optimizer and step."""
-
 _PR_SET_PDEATHSIG = 1
 _ZIP = b"PK\x03\x04"
 _GLOBAL = re.compile(
     r"(?:Unsupported global: GLOBAL|unsupported GLOBAL|Unsupported class) ([\w.]+)"
 )
-
-_PAIRS = "float4_e2m1fn_x2"  # torch counts pairs, safetensors single elements
-
-DTYPES = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "uint16": "U16",
-    "int16": "I16",
-    "uint32": "U32",
-    "int32": "I32",
-    "uint64": "U64",
-    "int64": "I64",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float32": "F32",
-    "float64": "F64",
-    "complex64": "C64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "float8_e8m0fnu": "F8_E8M0",
-    _PAIRS: "F4",
-}
-"""safetensors' names of torch's dtypes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +109,9 @@ def _convert(job: Job, tell: Any) -> dict[str, Any]:
     loaded = load_checkpoint(job)
     tensors, ignored = state_dict(loaded, job.path)
     del loaded
-    dense = {name: plain(job.path, name, tensor) for name, tensor in tensors.items()}
-    stored = resolve_ties((_view(n, t) for n, t in dense.items()), job.first_hidden)
-    return _write(job, dense, stored, tell) | {"ignored": ignored}
+    plain = {name: dense(job.path, name, tensor) for name, tensor in tensors.items()}
+    stored = resolve_ties((_view(n, t) for n, t in plain.items()), job.first_hidden)
+    return _write(job, plain, stored, tell) | {"ignored": ignored}
 
 
 def _bound_memory(more: int) -> None:
@@ -213,121 +192,11 @@ def _invalid(path: str, cause: Exception) -> InvalidCheckpoint:
     )
 
 
-def state_dict(loaded: Any, path: str) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """The tensors by name, and what was left out."""
-    if not isinstance(loaded, Mapping):
-        raise InvalidCheckpoint(path, expected="a dict of tensors", found=type(loaded).__name__)
-    if _has_tensors(loaded):
-        return _flat(loaded, path)
-    wrapped = [key for key, value in loaded.items() if _is_state_dict(value)]
-    if len(wrapped) != 1 or wrapped[0] not in WRAPPERS:
-        raise InvalidCheckpoint(
-            path,
-            expected=f"a dict of tensors, or one under {' or '.join(WRAPPERS)}",
-            found=f"tensors under {_names(wrapped)}" if wrapped else f"keys {_names(loaded)}",
-            do="save the state dict alone",
-        )
-    tensors, ignored = _flat(loaded[wrapped[0]], f"{path}: {wrapped[0]}")
-    others = [
-        f"{path}: {key!r} ({type(v).__name__})" for key, v in loaded.items() if key not in wrapped
-    ]
-    return tensors, ignored + others
-
-
-def _flat(state: Mapping[Any, Any], path: str) -> tuple[dict[str, torch.Tensor], list[str]]:
-    import torch
-
-    tensors: dict[str, torch.Tensor] = {}
-    ignored = []
-    for name, value in state.items():
-        if isinstance(value, torch.Tensor):
-            if not isinstance(name, str) or not name:
-                raise InvalidCheckpoint(path, expected="names of tensors", found=repr(name)[:80])
-            tensors[name] = value
-        elif isinstance(value, (Mapping, list, tuple)) and _has_tensors_within(value):
-            raise InvalidCheckpoint(
-                f"{path}: {name!r}",
-                expected="a tensor",
-                found=f"a {type(value).__name__} that holds tensors",
-                do="save a flat state dict",
-            )
-        else:
-            ignored.append(f"{path}: {name!r} ({type(value).__name__})")
-    return tensors, ignored
-
-
-def _has_tensors(value: Mapping[Any, Any]) -> bool:
-    import torch
-
-    return any(isinstance(v, torch.Tensor) for v in value.values())
-
-
-def _is_state_dict(value: Any) -> bool:
-    return isinstance(value, Mapping) and _has_tensors(value)
-
-
-def _has_tensors_within(value: Any) -> bool:
-    """Whether a container holds tensors at any depth; each container is looked at once."""
-    import torch
-
-    seen: set[int] = set()
-    waiting = [value]
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, torch.Tensor):
-            return True
-        if isinstance(item, (Mapping, list, tuple)) and id(item) not in seen:
-            seen.add(id(item))
-            waiting.extend(item.values() if isinstance(item, Mapping) else item)
-    return False
-
-
-def _names(keys: Any) -> str:
-    names = sorted(map(str, keys))
-    return ", ".join(name[:40] for name in names[:8]) + (", …" if len(names) > 8 else "")
-
-
-def plain(path: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as bytes in memory, or :class:`InvalidCheckpoint`."""
-    import torch
-
-    dtype = _dtype(tensor)
-    problem = None
-    if name.startswith(HIDDEN):
-        problem = f"a name that begins with {HIDDEN!r}, which is taken"
-    elif tensor.is_quantized:
-        problem = "a quantized one"
-    elif tensor.is_nested or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        problem = f"a {type(tensor).__name__}"
-    elif tensor.layout != torch.strided:
-        problem = f"a {str(tensor.layout).removeprefix('torch.')} one"
-    elif tensor.device.type != "cpu":
-        problem = f"one on {tensor.device.type}, without bytes"
-    elif dtype not in DTYPES or (dtype == _PAIRS and not tensor.dim()):
-        problem = f"one of {dtype}"
-    if problem:
-        raise InvalidCheckpoint(
-            f"{path}: tensor {name!r}",
-            expected="a dense tensor of a dtype that safetensors knows",
-            found=problem,
-            do="convert it before it is saved",
-        )
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    if dtype == _PAIRS and not tensor.is_contiguous():
-        # Strides over pairs cannot be told in single elements.
-        return _integers(tensor).contiguous().view(tensor.dtype)
-    return tensor
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
 def _view(name: str, tensor: torch.Tensor) -> View:
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
     offset = int(tensor.storage_offset())
-    dtype = _dtype(tensor)
-    if dtype == _PAIRS:
+    dtype = dtype_of(tensor)
+    if dtype == PAIRS:
         shape = (*shape[:-1], 2 * shape[-1])
         stride, offset = row_major(shape), 2 * offset
     storage = tensor.untyped_storage().data_ptr()
@@ -361,8 +230,8 @@ def _bytes(tensor: torch.Tensor, span: tuple[int, int] | None) -> memoryview:
     """A tensor's bytes row-major, or those of a span of its storage; a copy only if need be."""
     import torch
 
-    pairs = 2 if _dtype(tensor) == _PAIRS else 1
-    tensor = _integers(tensor)
+    pairs = 2 if dtype_of(tensor) == PAIRS else 1
+    tensor = as_integers(tensor)
     if span is None:
         tensor = tensor.contiguous()
     else:
@@ -371,14 +240,6 @@ def _bytes(tensor: torch.Tensor, span: tuple[int, int] | None) -> memoryview:
     memory: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
     memory.owner = tensor  # the view keeps the array, and the array its memory
     return memoryview(memory).cast("B")
-
-
-def _integers(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers of its width: torch can copy those, whatever the dtype."""
-    import torch
-
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.view(kinds[tensor.element_size()])
 
 
 if __name__ == "__main__":
