@@ -61,7 +61,9 @@ def state_dict(loaded: Any, path: str) -> tuple[dict[str, torch.Tensor], list[st
         )
     tensors, ignored = _flat(loaded[wrapped[0]], f"{path}: {wrapped[0]}")
     others = [
-        f"{path}: {key!r:.80} ({type(v).__name__})" for key, v in loaded.items() if key not in wrapped
+        f"{path}: {key!r:.80} ({type(v).__name__})"
+        for key, v in loaded.items()
+        if key not in wrapped
     ]
     return tensors, ignored + others
 
