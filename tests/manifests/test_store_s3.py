@@ -607,7 +607,7 @@ class TestBrokenWrites:
 
         proxy.fail(b"PUT", faster)
         with pytest.raises(PreconditionFailed):
-            store.replace("a", b"ours", etag, deadline)
+            store.replace("a", b"ours, ", etag, deadline)
         assert store.read("a", deadline)[0] == b"theirs"
 
     @pytest.mark.parametrize("data", [DATA, LARGE], ids=["whole", "parts"])
