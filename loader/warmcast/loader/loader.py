@@ -262,7 +262,7 @@ class Loader:
         for lease in leases:
             if self._leases.get(lease.identity) is not lease or self._registry is None:
                 continue
-            del self._leases[lease.identity]
+            self._leases.pop(lease.identity, None)  # its last beat may have been faster
             self._heartbeat.drop(_beat_of(lease))
             try:
                 self._registry.release(lease, Deadline.after(CALL))

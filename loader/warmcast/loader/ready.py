@@ -17,6 +17,7 @@ from warmcast.loader.containers import Marks, State, collect, install, marks, on
 from warmcast.loader.plan import Targets, plan_changed
 from warmcast.loader.report import Note
 from warmcast.manifests.deadline import Deadline
+from warmcast.manifests.errors import InvalidData, StoreError
 from warmcast.manifests.identity import Identity
 from warmcast.manifests.origin import Origin
 
@@ -98,14 +99,19 @@ class Installation:
     ) -> Served | None:
         """Apply a change to the installed weights, and publish the truth of what it led to.
 
-        None where another worker has published other bytes: such a worker runs, but gives nothing
-        to others.
+        None where the truth is not what this worker has: another has published other bytes, or
+        the origin does not take it. Such a worker runs, but gives nothing to others.
         """
         change.apply(self._model)
         state = self._state()
         identity = self._identify(state).digest
         truths = truths_of(state, deadline)
-        if not publish_truth(origin, identity, truths, deadline):
+        try:
+            published = publish_truth(origin, identity, truths, deadline)
+        except (InvalidData, StoreError) as cause:
+            note.yes(f"changed, but its truth is not published, and not to be served: {cause}")
+            return None
+        if not published:
             note.yes("changed, but not to the bytes that were published: not to be served to peers")
             return None
         note.yes(f"changed, and the truth of {len(truths)} tensors published")

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -126,6 +127,34 @@ return 0
 """
 
 
+_call = threading.local()
+"""The ``deadline`` of the call that a thread is in."""
+
+_MARGIN = 0.2
+"""Seconds by which an answer may be late: that to a blocking pop comes at its deadline."""
+
+
+def _timed(base: Any) -> Any:
+    """A class of connections that give up when the deadline of their thread's call is over."""
+
+    def left() -> float:
+        return min(CALL, float(_call.deadline.remaining()) + _MARGIN)
+
+    class Timed(base):  # type: ignore[misc]
+        def _connect(self) -> Any:
+            self.socket_connect_timeout = left()
+            connected = super()._connect()
+            connected.settimeout(left())
+            return connected
+
+        def send_packed_command(self, command: Any, check_health: bool = True) -> None:
+            if self._sock is not None:
+                self._sock.settimeout(left())
+            super().send_packed_command(command, check_health)
+
+    return Timed
+
+
 class Watch:
     """What a waiter holds: news since the watch began is not missed."""
 
@@ -144,21 +173,22 @@ class Registry:
 
     def __init__(self, url: str) -> None:
         try:
-            self._client = redis.Redis.from_url(
+            self._pool = redis.ConnectionPool.from_url(
                 url,
                 # No retries beneath us: they would multiply the time a call may take.
                 retry=Retry(NoBackoff(), 0),
-                socket_timeout=CALL,
-                socket_connect_timeout=CALL,
                 health_check_interval=0,
             )
         except ValueError as cause:
             raise UsageError("registry", expected="redis://host:port", found=str(cause)) from None
+        self._pool.connection_class = _timed(self._pool.connection_class)
+        self._client = redis.Redis(connection_pool=self._pool)
         self.url = url
 
     def close(self) -> None:
         """Close the connections."""
         self._client.close()
+        self._pool.disconnect()
 
     # Presence
 
@@ -303,6 +333,7 @@ class Registry:
 
     def _call(self, call: Any, deadline: Deadline) -> Any:
         deadline.check("asking the registry")
+        _call.deadline = deadline
         try:
             return call(self._client)
         except (redis.RedisError, OSError) as cause:

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import shutil
 import signal
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import pytest
 import redis
 
-from tests.loader.faults.worker import REF, Outcome, Survey, main
+from tests.loader.faults.worker import HEIGHT, LAYERS, REF, WIDTH, Outcome, Survey, main
 from warmcast.infra.servers import Valkey
+from warmcast.manifests.checksum import crc32c
+from warmcast.manifests.deadline import Deadline
+from warmcast.manifests.stores import open_store
+
+WEIGHTS = LAYERS * WIDTH * HEIGHT * 4
+"""Bytes of the weights that the workers load."""
 
 LATE = 1.0
 """Seconds after its deadline at which a load that has not ended counts as hanging."""
@@ -67,18 +76,23 @@ class Worker:
         survey: Survey = self.ask("survey")
         return survey
 
-    def begin(self, deadline: float, ref: str = REF) -> None:
+    def begin(self, deadline: float, ref: str = REF, changed: bool = False) -> None:
         """Begin a load, whose outcome :meth:`end` awaits."""
         self._deadline = deadline
-        self._orders.send(("load", (deadline, ref)))
+        self._over = time.monotonic() + deadline
+        self._orders.send(("load", (deadline, ref, changed)))
+
+    def past_deadline(self) -> None:
+        """Return once the deadline of the load that was begun is over."""
+        assert not self._orders.poll(max(0.0, self._over - time.monotonic()) + 0.01)
 
     def end(self) -> Outcome:
         """The outcome of the load, which has to be there by its deadline."""
         outcome: Outcome = self._answer("load", self._deadline + LATE)
         return outcome
 
-    def load(self, deadline: float, ref: str = REF) -> Outcome:
-        self.begin(deadline, ref)
+    def load(self, deadline: float, ref: str = REF, changed: bool = False) -> Outcome:
+        self.begin(deadline, ref, changed)
         return self.end()
 
     def halt_at(self, moment: str) -> None:
@@ -157,6 +171,20 @@ class Scene:
         self.origin = Path(shutil.copytree(self.origin, self._folder / "origin"))
         return self.origin
 
+    def upload(self, url: str, env: Mapping[str, str]) -> None:
+        """Copy the origin to another store."""
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in env.items():
+                patch.setenv(name, value)
+            deadline = Deadline.after(PROMPT)
+            store = open_store(url)
+            for path in sorted(self.origin.rglob("*")):
+                if path.is_file() and not path.relative_to(self.origin).parts[0].startswith("."):
+                    data = path.read_bytes()
+                    key = str(path.relative_to(self.origin))
+                    store.upload(key, io.BytesIO(data), len(data), crc32c(data), deadline)
+            store.close()
+
     def close(self) -> None:
         for worker in self._workers:
             worker.end_process()
@@ -186,6 +214,10 @@ class Scene:
         assert [f for f in after.files if f not in before.files] == []
         assert len(after.files) == len(before.files)
         assert list(worker.folder.iterdir()) == []
+
+    def memory_back(self, worker: Worker, before: Survey) -> None:
+        """A worker whose load has failed holds no memory for its weights."""
+        assert worker.survey().resident - before.resident < WEIGHTS / 2
 
     def registry_clean(self, living: Iterable[Worker] = ()) -> None:
         """No lease is held; what there is expires; only the living keep a presence."""

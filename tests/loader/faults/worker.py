@@ -37,6 +37,7 @@ import torch
 from torch import nn
 
 from warmcast.loader import Loader, handshake
+from warmcast.loader.change import Change
 from warmcast.loader.registry import Registry, Watch
 from warmcast.loader.routes import peer
 from warmcast.loader.transports.gloo import Gloo
@@ -50,6 +51,13 @@ LAYERS, WIDTH, HEIGHT = 3, 2048, 1792  # 14 MiB a layer, 42 MiB in all: three pi
 def build() -> nn.Module:
     """The model that all workers of these tests load."""
     return nn.Sequential(*(nn.Linear(WIDTH, HEIGHT) for _ in range(LAYERS)))
+
+
+def _halve(model: nn.Module) -> None:
+    model.half()
+
+
+HALVED = Change("half", "1", apply=_halve, prepare=_halve)
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -94,11 +102,12 @@ class _Worker:
         self._model = build()
         self._sender: Any = None
 
-    def load(self, deadline: float, ref: str = REF) -> Outcome:
+    def load(self, deadline: float, ref: str = REF, changed: bool = False) -> Outcome:
         with self._loader.skeleton():
             self._model = build()
         try:
-            report = self._loader.load(self._model, ref, deadline=deadline)
+            change = HALVED if changed else None
+            report = self._loader.load(self._model, ref, deadline=deadline, change=change)
         except WarmcastError as cause:
             notes = "\n".join(cause.__notes__)
             name = type(cause).__name__
@@ -107,7 +116,11 @@ class _Worker:
 
     def serve(self, max_receivers: int = 4) -> str:
         self._sender = self._loader.serve(self._model, max_receivers=max_receivers)
-        return str(self._sender.name)
+        return str(self._sender.name) if self._sender else ""
+
+    def withdraw(self) -> None:
+        """Stop serving; :meth:`serve` begins again."""
+        self._sender.close()
 
     def served(self) -> int:
         """Receivers served, once no transfer is under way."""
