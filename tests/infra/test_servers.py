@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -68,10 +69,17 @@ def test_a_server_that_cannot_be_ready(deadline: Deadline) -> None:
         Valkey(stranger.getsockname()[1], deadline)
 
 
-def test_a_command_that_is_none(deadline: Deadline, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_command_that_is_none(
+    deadline: Deadline,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(NotStarted, match="cannot be run"):
         Process(["/no/such/command"], deadline)
     assert "No such file" in capfd.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_seaweed_leaves_nothing(deadline: Deadline) -> None:

@@ -23,20 +23,22 @@ def main(arguments: list[str]) -> None:
     """Run the command until standard input says otherwise."""
     separator = arguments.index("--")
     folder = Path(arguments[0])
-    with (folder / "log").open("wb") as log:
-        server = subprocess.Popen(
-            arguments[separator + 1 :],
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+    server: subprocess.Popen[bytes] | None = None
     try:
+        with (folder / "log").open("wb") as log:
+            server = subprocess.Popen(
+                arguments[separator + 1 :],
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
         print(server.pid, flush=True)
         sys.stdin.buffer.read(1)
     finally:
-        server.kill()
-        server.wait()
+        if server is not None:
+            server.kill()
+            server.wait()
         shutil.rmtree(folder, ignore_errors=True)
         for leftover in arguments[1:separator]:
             Path(leftover).unlink(missing_ok=True)
