@@ -32,8 +32,11 @@ from warmcast.loader.change import Change, published_truth, shadow
 from warmcast.loader.containers import State, collect
 from warmcast.loader.errors import (
     PeerBusy,
+    PeerError,
     RestartRequired,
     SkeletonMismatch,
+    TransferFailed,
+    WeightVerificationError,
 )
 from warmcast.loader.plan import Plan, Targets, make_plan, plan_changed
 from warmcast.loader.quorum import Group
@@ -58,6 +61,9 @@ ATTEMPTS = 3
 """Transfers from peers that may fail before the origin is taken."""
 
 _AGAIN, _ORIGIN = "again", "origin"
+
+_ANOTHER = (NoSender, TransferFailed, WeightVerificationError)
+"""Problems after which another sender, if there is one, is asked at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +254,7 @@ class Walk:
             with ExitStack() as stack:
                 meet = partial(self._meet, manifest, goal, peers, stack, limit)
                 met = self._stages.attempt("peer", meet)
+                problem = met.problem
                 if met.error is None and met.value is not None:
                     plan, source = met.value
                     filled = self._fill("peer", plan, source, limit)
@@ -255,10 +262,11 @@ class Walk:
                         return filled
                     if filled.problem is not None:
                         peers.blame(source.name)
+                        problem = filled.problem
                 failures += met.value is not None
                 step = ""
                 if self._group.rank == 0:
-                    step = self._next(registry, peers, goal, met.problem, failures, stack, limit)
+                    step = self._next(registry, peers, goal, problem, failures, stack, limit)
             if self._stages.first(step) == _ORIGIN:
                 return None
 
@@ -283,7 +291,10 @@ class Walk:
         """A plan, and a sender that is ready to fill it."""
         plan = goal.plan
         if plan is None:
+            served = peers.known(goal.identity.digest, limit)
             truths = published_truth(self._ways.origin, goal.identity.digest, self._deadline)
+            if truths is None and served:  # it was there, for a sender publishes first
+                raise PeerError("senders, but no published truth to hold them to")
             if truths is None:
                 raise NoSender("nobody has published the weights after the change")
             plan = plan_changed(goal.state, truths)
@@ -311,8 +322,8 @@ class Walk:
             try:
                 # The watch begins before the last look, so that no news falls between the two.
                 watch = stack.enter_context(registry.watch(identity, limit))
-                if isinstance(problem, NoSender) and peers.known(identity, limit):
-                    note.yes("again: a sender has just appeared")
+                if isinstance(problem, _ANOTHER) and peers.known(identity, limit):
+                    note.yes("again: there is another sender")
                     return _AGAIN
                 if problem is None:
                     # This rank had a sender and another had not: its own may need a moment.
