@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.gpu.gpu_workers import REF, Fleet, Model
-from warmcast.loader import Change, Loader, UsageError, WeightVerificationError
+from warmcast.loader import Change, Loader, UsageError, WeightVerificationError, cuda_checks
 from warmcast.loader.verify import measure, verify
-from warmcast.manifests.checksum import crc32c, to_hex
+from warmcast.manifests.checksum import crc32c, crc32c_at, to_hex
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import DeadlineExceeded
 from warmcast.manifests.sampling import sampled_hash_of
@@ -49,6 +49,29 @@ def test_measured_on_the_gpu_as_on_the_cpu() -> None:
         data = data if data is not None else tensor.numpy().tobytes()
         assert truth.crc32c == to_hex(crc32c(data))
         assert truth.sample == sampled_hash_of(truth.name, truth.dtype, data)
+
+
+def test_crc32c_of_any_length_at_any_address() -> None:
+    device = torch.device("cuda", 0)
+    assert cuda_checks.available(device)
+    generator = random.Random(11)
+    memory = torch.randint(0, 256, (40_000_000,), dtype=torch.uint8, device=device)
+    host = memory.cpu()
+    edges = [0, 1, 15, 16, 17, 16383, 16384, 16385, 2**21 - 1, 2**21, 2**21 + 1, 5 * 2**21 + 7]
+    lengths = edges + [generator.randrange(5_000_000) for _ in range(200)]
+    begins = [generator.randrange(len(memory) - length - 16) & ~15 for length in lengths]
+    begins[-50:] = [begin | generator.randrange(16) for begin in begins[-50:]]
+    pieces = [memory[b : b + n] for b, n in zip(begins, lengths, strict=True)]
+    found = cuda_checks.crc32cs(pieces)
+    for begin, length, crc in zip(begins, lengths, found, strict=True):
+        assert crc == crc32c_at(host.data_ptr() + begin, length), (begin, length)
+
+
+def test_without_the_kernels_the_host_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [("w", "BF16", torch.randn(5000, 777, device="cuda").to(torch.bfloat16))]
+    fast = measure(rows, Deadline.after(60))
+    monkeypatch.setattr(cuda_checks, "available", lambda _: False)
+    assert measure(rows, Deadline.after(60)) == fast
 
 
 def test_one_flipped_bit_in_any_tensor_is_found() -> None:

@@ -1,7 +1,8 @@
 """Truth against the bytes on the device: the CRC32C of every byte, and the sampled hash.
 
-Tensors are read row-major. On a CPU their memory is hashed where it lies; from a GPU it comes
-through a small ring of pinned buffers, hashed on the CPU while the next piece is copied.
+Tensors are read row-major. On a CPU their memory is hashed where it lies; on a GPU by kernels that
+run there (see :mod:`cuda_checks`). Where those cannot be had, the bytes come through a small ring
+of pinned buffers and are hashed on the CPU while the next piece is copied.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from warmcast.loader import cuda_checks
 from warmcast.loader.containers import flat_bytes
 from warmcast.loader.errors import WeightVerificationError
 from warmcast.loader.plan import Truth
@@ -66,19 +68,61 @@ def measure(rows: Iterable[tuple[str, str, Tensor]], deadline: Deadline) -> list
     The sampled hash of a rank's slice, and of a tensor, is drawn under the stored tensor's name;
     ``name`` is that name.
     """
-    listed = list(rows)
-    if any(tensor.is_cuda for _, _, tensor in listed):
-        return _measure_cuda(listed, deadline)
+    listed = [(name, dtype, _row_major(tensor)) for name, dtype, tensor in rows]
+    gpu = next((data.device for _, _, data in listed if data.is_cuda), None)
+    if gpu is None:
+        return _on_cpu(listed, deadline)
+    if cuda_checks.available(gpu):
+        return _on_gpu(listed, deadline)
+    return _through_host(listed, deadline)
 
+
+_Rows = Sequence[tuple[str, str, Tensor]]
+"""Names, safetensors dtypes, and row-major bytes: 1-D uint8 tensors of one device."""
+
+
+def _on_cpu(rows: _Rows, deadline: Deadline) -> list[Truth]:
     def one(row: tuple[str, str, Tensor]) -> Truth:
         deadline.check("verifying")
-        name, dtype, tensor = row
-        data = _row_major(tensor)
-        crc = crc32c_at(data.data_ptr(), data.numel())
-        return _truth(name, dtype, data, crc)
+        name, dtype, data = row
+        return _truth(name, dtype, data, crc32c_at(data.data_ptr(), data.numel()))
 
     with ThreadPoolExecutor(_threads(), thread_name_prefix="warmcast-verify") as pool:
-        return list(pool.map(one, listed))
+        return list(pool.map(one, rows))
+
+
+def _on_gpu(rows: _Rows, deadline: Deadline) -> list[Truth]:
+    deadline.check("verifying")
+    data = [data for _, _, data in rows]
+    with torch.cuda.device(data[0].device):
+        crcs = cuda_checks.crc32cs(data)
+        widths = [sampling.element_nbytes(dtype) for _, dtype, _ in rows]
+        sampled = cuda_checks.samples([(r[0], w, r[2]) for r, w in zip(rows, widths, strict=True)])
+    return [
+        Truth(
+            name,
+            dtype,
+            piece.numel(),
+            to_hex(crc),
+            sampling.sampled_hash(name, dtype, piece.numel() // width, samples),
+        )
+        for (name, dtype, piece), width, crc, samples in zip(
+            rows, widths, crcs, sampled, strict=True
+        )
+    ]
+
+
+def _through_host(rows: _Rows, deadline: Deadline) -> list[Truth]:
+    device = rows[0][2].device
+    stream = torch.cuda.Stream(device)
+    ring = [torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    truths = []
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream), ThreadPoolExecutor(1, "warmcast-verify") as pool:
+        for name, dtype, data in rows:
+            crc = _crc32c_of(data, ring, pool.submit, deadline)
+            truths.append(_truth(name, dtype, data, crc))
+    return truths
 
 
 def _truth(name: str, dtype: str, data: Tensor, crc: int) -> Truth:
@@ -94,21 +138,7 @@ def _truth(name: str, dtype: str, data: Tensor, crc: int) -> Truth:
     )
 
 
-def _measure_cuda(rows: Sequence[tuple[str, str, Tensor]], deadline: Deadline) -> list[Truth]:
-    device = rows[0][2].device
-    stream = torch.cuda.Stream(device)
-    ring = [torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    truths = []
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream), ThreadPoolExecutor(1, "warmcast-verify") as pool:
-        for name, dtype, tensor in rows:
-            data = _row_major(tensor)
-            crc = _crc32c_cuda(data, ring, pool.submit, deadline)
-            truths.append(_truth(name, dtype, data, crc))
-    return truths
-
-
-def _crc32c_cuda(
+def _crc32c_of(
     data: Tensor, ring: Sequence[Tensor], submit: Callable[..., Future[int]], deadline: Deadline
 ) -> int:
     crc = 0

@@ -105,8 +105,11 @@ def crc32c_at(address: int, nbytes: int, value: int = 0) -> int:
     return value
 
 
-def _multiply(a: int, b: int) -> int:
-    """The product of two polynomials over GF(2) modulo the CRC's, bits reflected."""
+def multiply(a: int, b: int) -> int:
+    """The product of two polynomials over GF(2) modulo the CRC's, bits reflected.
+
+    Neither may be 0. ``1 << 31`` is the polynomial 1, ``1 << 30`` is x.
+    """
     product = 0
     mask = 1 << 31
     while True:
@@ -122,7 +125,7 @@ def _squares() -> tuple[int, ...]:
     power = 1 << 30  # x, reflected
     powers = [power]
     for _ in range(66):
-        power = _multiply(power, power)
+        power = multiply(power, power)
         powers.append(power)
     return tuple(powers)
 
@@ -136,19 +139,19 @@ def combine(first: int, second: int, second_nbytes: int) -> int:
     The algebra is zlib's ``crc32_combine``: A's checksum is advanced by B's length, a product
     with x**(8 * length) modulo the polynomial, in O(log length).
     """
-    return _multiply(_x_to_the_bits_of(second_nbytes), first) ^ second if first else second
+    return multiply(power_of_x(8 * second_nbytes), first) ^ second if first else second
 
 
-@lru_cache(maxsize=1024)  # the chunks of a file are of one length
-def _x_to_the_bits_of(nbytes: int) -> int:
-    """x**(8 * nbytes) modulo the polynomial."""
-    shift = 3  # 2**3 bits a byte
+@lru_cache(maxsize=4096)  # the chunks of a file are of one length
+def power_of_x(exponent: int) -> int:
+    """x**exponent modulo the polynomial: advancing a register by ``exponent`` zero bits."""
     power = 1 << 31  # x**0, reflected
-    while nbytes:
-        if nbytes & 1:
-            power = _multiply(_X_TO_THE_2_TO_THE[shift], power)
-        nbytes >>= 1
-        shift += 1
+    for square in _X_TO_THE_2_TO_THE:
+        if exponent & 1:
+            power = multiply(square, power)
+        exponent >>= 1
+        if not exponent:
+            break
     return power
 
 
