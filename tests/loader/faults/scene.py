@@ -211,8 +211,7 @@ class Scene:
         after = worker.survey()
         assert after.threads == before.threads
         assert after.tasks == before.tasks
-        assert [f for f in after.files if f not in before.files] == []
-        assert len(after.files) == len(before.files)
+        assert after.files == before.files, sorted(set(after.files) ^ set(before.files))
         assert list(worker.folder.iterdir()) == []
 
     def memory_back(self, worker: Worker, before: Survey) -> None:

@@ -18,7 +18,9 @@ def ranks(scene: Scene) -> list[Worker]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    return [scene.worker(env=env | {"RANK": str(rank)}) for rank in (0, 1)]
+    workers = [scene.worker(env=env | {"RANK": str(rank)}) for rank in (0, 1)]
+    workers[0].ask("serve_store")
+    return workers
 
 
 def test_no_fault(scene: Scene, ranks: list[Worker]):

@@ -11,7 +11,7 @@ from tests.loader.faults.scene import Scene
 GIVEN = 4.0
 """Seconds that a load may take here, of which peers may take half."""
 
-STEPS = ("asked", "answered", "confirmed", "sending")
+STEPS = ("asked", "answered", "confirmed", "addressed", "sending")
 
 
 def test_peer(scene: Scene):

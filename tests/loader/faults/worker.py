@@ -8,6 +8,7 @@ nothing else of it is touched.
     sender      asked        a request is out of the mailbox, the answer is not yet given
                 answered     the answer is given, the confirmation is awaited
                 confirmed    the confirmation is there, the transfer has not begun
+                addressed    the receiver can connect, the sender does not yet
                 sending      one piece is sent, the next is not
     receiver    found        a sender is known, it is not yet asked
                 agreed       the answer is there, the confirmation is not yet given
@@ -35,12 +36,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import TCPStore
 
 from warmcast.loader import Loader, handshake
 from warmcast.loader.change import Change
 from warmcast.loader.registry import Registry, Watch
 from warmcast.loader.routes import peer
-from warmcast.loader.transports.gloo import Gloo
+from warmcast.loader.transports.gloo import Gloo, _RegistryStore
 from warmcast.manifests.errors import WarmcastError
 from warmcast.manifests.origin import Origin
 
@@ -109,7 +111,7 @@ class _Worker:
             change = HALVED if changed else None
             report = self._loader.load(self._model, ref, deadline=deadline, change=change)
         except WarmcastError as cause:
-            notes = "\n".join(cause.__notes__)
+            notes = "\n".join(getattr(cause, "__notes__", ()))
             name = type(cause).__name__
             return Outcome(fingerprint(self._model), error=name, message=str(cause), tree=notes)
         return Outcome(fingerprint(self._model), report.route, report.source, tree=str(report))
@@ -144,6 +146,10 @@ class _Worker:
         name, parameter = list(self._model.named_parameters())[2]
         parameter.data.view(torch.int32)[7, 7] ^= 1 << 20
         return name
+
+    def serve_store(self) -> None:
+        """Serve a store once: torch keeps what it then opens, one pipe, for the process."""
+        TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def close(self) -> None:
         """Give everything back, and begin anew."""
@@ -234,6 +240,7 @@ def main(
     halts.after(handshake, "next_ask", "asked", lambda ask: ask is not None)
     halts.before(Registry, "pop", "answered", lambda _, box, *rest: box.endswith(":confirm"))
     halts.after(handshake, "accept", "confirmed", lambda ticket: True)
+    halts.after(_RegistryStore, "set", "addressed", lambda _: True)
     halts.midway(Gloo, "send", "sending")
     halts.before(peer, "ask", "found", lambda *args: True)
     halts.after(peer, "ask", "agreed", lambda agreement: True)

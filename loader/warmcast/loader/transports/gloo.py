@@ -25,6 +25,9 @@ _PIECE = 16 << 20
 _NO_PROGRESS = 10.0
 """Seconds that one piece may take before the peer counts as gone."""
 
+_GLOO_PATIENCE = 5
+"""Gloo waits this many times its timeout for a connection (``Pair::waitUntilConnected``)."""
+
 _SENDER, _RECEIVER = 0, 1
 _VERSION = torch.__version__.partition("+")[0]
 _SEAL = hashlib.sha256().digest_size
@@ -84,7 +87,7 @@ def _options(transfer: Transfer) -> Any:
     options = gloo._Options()
     options._threads = 1
     patience = min(_NO_PROGRESS, transfer.deadline.remaining())
-    options._timeout = timedelta(seconds=max(patience, 0.001))
+    options._timeout = timedelta(seconds=max(patience / _GLOO_PATIENCE, 0.001))
     options._devices = [gloo.create_device(hostname=transfer.address)]
     return options
 
