@@ -13,15 +13,23 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, Store, TCPStore
 
 from warmcast.loader.errors import GroupLost
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import UsageError
+
+_made = count()  # groups of this process; all ranks make theirs in one order
+
+_GLOO_PATIENCE = 5
+"""Gloo waits this many times its timeout for a connection (``Pair::waitUntilConnected``)."""
+
+_LONGEST = 30 * 86400.0
 
 _REASON = 255
 """Bytes of a ballot's text; the first byte of a ballot is the vote."""
@@ -81,11 +89,15 @@ class GlooGroup:
     def __init__(self, store: Store, rank: int, size: int, deadline: Deadline) -> None:
         self.rank = rank
         self.size = size
-        timeout = timedelta(seconds=max(deadline.remaining(), 0.001))
         try:
+            # All are waited for here, because gloo takes its time to connect to one that has gone.
+            store.set(f"here/{rank}", "")
+            store.wait([f"here/{other}" for other in range(size)], _left(deadline))
             # torch's stubs know less of this class than it has.
-            self._group: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
-        except RuntimeError as cause:
+            self._group: Any = dist.ProcessGroupGloo(
+                store, rank, size, _left(deadline) / _GLOO_PATIENCE
+            )
+        except (RuntimeError, dist.DistError) as cause:
             raise GroupLost(
                 f"rank {rank}", expected=f"{size} ranks to meet", found=_first_line(cause)
             ) from cause
@@ -113,9 +125,10 @@ class GlooGroup:
         mine = torch.zeros(1 + _REASON, dtype=torch.uint8)
         mine[: len(ballot)] = torch.frombuffer(bytearray(ballot), dtype=torch.uint8)
         everyone = [torch.zeros_like(mine) for _ in range(self.size)]
+        options = AllgatherOptions()
+        options.timeout = _left(deadline)
         try:
-            work = self._group.allgather([everyone], [mine])
-            work.wait(timedelta(seconds=max(deadline.remaining(), 0.001)))
+            self._group.allgather([everyone], [mine], options).wait(_left(deadline))
         except RuntimeError as cause:
             raise GroupLost(
                 f"rank {self.rank}",
@@ -139,7 +152,11 @@ def group_from_env(deadline: Deadline) -> Group:
     if not 0 <= rank < size:
         raise UsageError("RANK", expected=f"0 to {size - 1}, as WORLD_SIZE says", found=rank)
     store = _default_store() or _env_store(rank, deadline)
-    return GlooGroup(PrefixStore("warmcast/", store), rank, size, deadline)
+    # The store outlives the group, and torchrun's its ranks: who comes next must not meet what
+    # those before have left there.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = PrefixStore(f"warmcast/{attempt}/{next(_made)}/", store)
+    return GlooGroup(store, rank, size, deadline)
 
 
 def _default_store() -> Store | None:
@@ -166,8 +183,9 @@ def _env_store(rank: int, deadline: Deadline) -> Store:
             host,
             port,
             is_master=serves,
-            timeout=timedelta(seconds=max(deadline.remaining(), 0.001)),
+            timeout=_left(deadline),
             wait_for_workers=False,
+            multi_tenant=True,  # the engine's own process group will listen at the same port
         )
     except (RuntimeError, dist.DistError) as cause:
         raise GroupLost(
@@ -182,6 +200,11 @@ def _number(name: str, default: int) -> int:
     if not text.isdigit():
         raise UsageError(name, expected="a number", found=repr(text))
     return int(text)
+
+
+def _left(deadline: Deadline) -> timedelta:
+    """What is left of a deadline, as torch takes it; zero would mean no timeout."""
+    return timedelta(seconds=min(max(deadline.remaining(), 0.001), _LONGEST))
 
 
 def _first_line(cause: BaseException) -> str:
