@@ -6,7 +6,7 @@ import pytest
 
 from tests.loader.faults.scene import Scene
 
-TINY = [0.0, 1e-6, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06]
+TINY = [0.0, 1e-6, 0.003, 0.01, 0.05]
 
 
 @pytest.mark.parametrize("where", ["origin", "peer"])

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import redis
@@ -35,12 +35,15 @@ def _ending(scene: Scene, end: str, url: str) -> Iterator[subprocess.Popen[str]]
         text=True,
     )
     try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
         yield process
     finally:
         process.kill()
         process.communicate()
+
+
+def _ready(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
 
 
 def _held(url: str) -> list[str]:
@@ -49,26 +52,31 @@ def _held(url: str) -> list[str]:
         return [key for key in keys if key.endswith(":lease") or ":sender:" in key]
 
 
-@pytest.mark.parametrize("end", ENDS)
-def test_end(scene: Scene, end: str):
-    by_signal, code = ENDS[end]
-    url = scene.registry.url
-    with _ending(scene, end, url) as process:
-        assert len(_held(url)) == 1
-        if by_signal:
-            process.send_signal(signal.SIGTERM)
-            output, errors = process.communicate(timeout=PROMPT)
-        else:
-            output, errors = process.communicate("\n", timeout=PROMPT)
-        assert _held(url) == []
-        assert process.returncode == code, errors
-        assert ("handled" in output) == end.startswith("handler")
-        assert ("Traceback" in errors) == (end == "exception")
+def test_ends(scene: Scene):
+    """All at once, since most of it is starting Python; each in a database of its own."""
+    with ExitStack() as stack:
+        url = scene.registry.url.removesuffix("0")
+        started = [
+            (end, f"{url}{number}", stack.enter_context(_ending(scene, end, f"{url}{number}")))
+            for number, end in enumerate(ENDS)
+        ]
+        for end, database, process in started:
+            _ready(process)
+            assert len(_held(database)) == 1, end
+            by_signal, code = ENDS[end]
+            if by_signal:
+                process.send_signal(signal.SIGTERM)
+            output, errors = process.communicate(None if by_signal else "\n", timeout=PROMPT)
+            assert _held(database) == [], end
+            assert process.returncode == code, errors
+            assert ("handled" in output) == end.startswith("handler"), end
+            assert ("Traceback" in errors) == (end == "exception"), errors
 
 
 def test_sigterm_ignored(scene: Scene):
     """A worker that ignores SIGTERM goes on, and its own end is as any other's."""
     with _ending(scene, "ignored", scene.registry.url) as process:
+        _ready(process)
         process.send_signal(signal.SIGTERM)
         process.communicate("\n", timeout=PROMPT)
         assert process.returncode == 0
@@ -79,6 +87,7 @@ def test_sigterm_ignored(scene: Scene):
 def test_in_the_middle_of_a_transfer(scene: Scene, end: str):
     """The process ends as it would, not by what its threads were doing; the receiver falls back."""
     with _ending(scene, end, scene.registry.url) as process:
+        _ready(process)
         receiver = scene.worker()
         before = receiver.survey()
         receiver.halt_at("receiving")
@@ -96,6 +105,7 @@ def test_in_the_middle_of_a_transfer(scene: Scene, end: str):
 def test_registry_gone(scene: Scene):
     """Leaving takes its time at most, and the exit code stays."""
     with _ending(scene, "default", scene.registry.url) as process:
+        _ready(process)
         scene.registry.pause()
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=PROMPT)

@@ -10,7 +10,7 @@ from tests.loader.faults.impostor import Impostor
 from tests.loader.faults.scene import Scene, Worker
 from warmcast.loader.registry import mailbox
 
-GIVEN = 4.0
+GIVEN = 2.5
 """Seconds that a load may take here, of which peers may take half."""
 
 RANDOM = random.Random(1)

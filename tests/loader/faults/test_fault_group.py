@@ -8,7 +8,7 @@ import pytest
 
 from tests.loader.faults.scene import Scene, Worker
 
-GIVEN = 5.0
+GIVEN = 2.0
 
 
 @pytest.fixture

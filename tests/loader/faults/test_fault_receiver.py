@@ -6,7 +6,7 @@ import pytest
 
 from tests.loader.faults.scene import Scene
 
-GIVEN = 4.0
+GIVEN = 2.5
 """Seconds that a load may take here, of which peers may take half."""
 
 STEPS = ("agreed", "receiving")

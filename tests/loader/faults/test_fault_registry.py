@@ -9,7 +9,7 @@ from tests.loader.faults.scene import Scene
 from warmcast.loader.registry import Registry
 from warmcast.manifests.deadline import Deadline
 
-GIVEN = 4.0
+GIVEN = 2.5
 """Seconds that a load may take here, of which peers may take half."""
 
 STEPS = {"found": "origin", "agreed": "origin", "receiving": "peer"}

@@ -8,7 +8,7 @@ import pytest
 
 from tests.loader.faults.scene import Scene
 
-GIVEN = 4.0
+GIVEN = 2.5
 """Seconds that a load may take here, of which peers may take half."""
 
 STEPS = ("asked", "answered", "confirmed", "addressed", "sending")
@@ -47,8 +47,16 @@ def test_killed(scene: Scene, step: str):
     scene.right(receiver.end(), "origin")
     receiver.name = receiver.ask("serve")  # the survivor goes on: it is a sender now
     scene.registry_clean([receiver])
-    scene.right(scene.worker().load(GIVEN), "peer")
     scene.nothing_left(receiver, before)
+
+
+def test_others_are_served_beside_a_dead_sender(scene: Scene):
+    """Its presence outlives it by seconds; whoever asks it first still comes to the living."""
+    dead, living = scene.worker().serve(), scene.worker().serve()
+    dead.kill()
+    outcome = scene.worker().load(GIVEN)
+    scene.right(outcome, "peer")
+    assert outcome.source == living.name
 
 
 @pytest.mark.parametrize("step", STEPS)
