@@ -65,7 +65,11 @@ def main() -> None:
 
     case("crc32c", large, lambda: cuda_checks.crc32cs(large))
     case("crc32c", small, lambda: cuda_checks.crc32cs(small))
-    rows = [(f"layers.{i}.weight", 2, data) for i, data in enumerate(small[:1000])]
+    weights = [
+        torch.randn(433_408, device=device).to(torch.bfloat16).view(torch.uint8)
+        for _ in range(1000)
+    ]
+    rows = [(f"layers.{i}.weight", 2, data) for i, data in enumerate(weights)]
 
     def sampled() -> None:
         cuda_checks._indices.cache_clear()

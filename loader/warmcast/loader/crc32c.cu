@@ -18,10 +18,12 @@
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-// COPIES, a power of two up to 32, is given by who compiles: as many as shared memory has room for.
+// Given by who compiles: SEGMENT, in bytes, a multiple of ROW; COPIES of the tables, a power of two
+// up to 32, as many as shared memory has room for.
 #define SHIFT (COPIES == 32 ? 7 : COPIES == 16 ? 6 : 5)
 #define LANES 1024
 #define ROW (LANES * 16ull)
+#define FIRST (1ull << 63)
 #define POLYNOMIAL 0x82F63B78u
 #define X32 0x82F63B78u       // x^32: the polynomial without its leading term
 #define ORDER 0x7FFFFFFFll    // of x in the field's group: x^ORDER is 1
@@ -71,11 +73,11 @@ __device__ uint4 partial(const unsigned char* at, long long length) {
   s2 = advance(bank, s2 ^ (group).z);        \
   s3 = advance(bank, s3 ^ (group).w);
 
-// segments: (address, bytes) each; addresses are multiples of 16.
+// Of each segment its address, a multiple of 16, and the bytes from there to its buffer's end.
 // tables: 4 x 256, A's; lane_powers: x^(128 * (LANES - 1 - lane)); raw: a result a segment.
 extern "C" __global__ void __launch_bounds__(LANES, 1)
-crc32c_segments(const u64* segments, u64 count, const u32* tables, const u32* lane_powers,
-                u32* raw, u32* next_segment) {
+crc32c_segments(const u64* addresses, const u64* to_end, u64 count, const u32* tables,
+                const u32* lane_powers, u32* raw, u32* next_segment) {
   extern __shared__ u32 shared[];  // 4 * 256 * COPIES words
   __shared__ u32 sums[32];
   __shared__ u64 upcoming;
@@ -88,8 +90,8 @@ crc32c_segments(const u64* segments, u64 count, const u32* tables, const u32* la
   __syncthreads();
   while (segment < count) {
     if (lane == 0) upcoming = gridDim.x + atomicAdd(next_segment, 1u);
-    const unsigned char* at = (const unsigned char*)segments[2 * segment];
-    const u64 nbytes = segments[2 * segment + 1];
+    const unsigned char* at = (const unsigned char*)addresses[segment];
+    const u64 nbytes = min(to_end[segment], (u64)SEGMENT);
     const u64 rows = (nbytes + ROW - 1) / ROW;
     const uint4* group = (const uint4*)at + lane;
     u32 s0 = 0, s1 = 0, s2 = 0, s3 = 0;
@@ -125,29 +127,31 @@ crc32c_segments(const u64* segments, u64 count, const u32* tables, const u32* la
   }
 }
 
-// One warp a segment. places: (buffer, bytes from the segment's begin to the buffer's end, bytes of
-// the segment, 1 for a buffer's first segment). squares: x^(2^i) for i below 31. crcs start at 0.
-extern "C" __global__ void crc32c_buffers(const u64* places, u64 count, const u32* raw,
-                                          const u32* squares, u32* crcs) {
+// One warp a segment; buffers: the segment's buffer, and whether it is that buffer's first (FIRST).
+// squares: x^(2^i) for i below 31. crcs start at 0.
+extern "C" __global__ void crc32c_buffers(const u64* to_end, const u64* buffers, u64 count,
+                                          const u32* raw, const u32* squares, u32* crcs) {
   const u64 segment = ((u64)blockIdx.x * blockDim.x + threadIdx.x) / 32;
   if (segment >= count) return;
-  const u64* place = places + 4 * segment;
-  const long long after = (long long)place[1];
-  const long long covered = (long long)((place[2] + ROW - 1) / ROW * ROW);
+  const long long after = (long long)to_end[segment];
+  const long long covered = (long long)((min((u64)after, (u64)SEGMENT) + ROW - 1) / ROW * ROW);
   // Negative where the last row reaches past the buffer's end: those zeros are divided out.
-  long long bits = (after - covered) * 8 % ORDER;
+  const long long bits = (after - covered) * 8 % ORDER;
   u32 sum = multiply(raw[segment], power(bits < 0 ? bits + ORDER : bits, squares));
   // The register starts with ones, and is inverted at the end.
   const u32 start = multiply(~0u, power(after * 8 % ORDER, squares));
-  if (place[3]) sum ^= ~start;
-  if ((threadIdx.x & 31) == 0) atomicXor(crcs + place[0], sum);
+  if (buffers[segment] & FIRST) sum ^= ~start;
+  if ((threadIdx.x & 31) == 0) atomicXor(crcs + (buffers[segment] & ~FIRST), sum);
 }
 
-// Element i: `widths[i]` bytes from an address to a place in `out`.
-extern "C" __global__ void gather(const u64* addresses, const u64* places, u64 count,
-                                  const unsigned char* widths, unsigned char* out) {
-  const u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= count) return;
-  for (int byte = 0; byte < widths[i]; byte++)
-    out[places[i] + byte] = ((const unsigned char*)addresses[i])[byte];
+// One block a buffer, whose row is (address, bytes an element, elements, its first place in
+// `indices`, its first place in `out`): the elements at those indices, one after another.
+extern "C" __global__ void gather(const u64* rows, const u64* indices, unsigned char* out) {
+  const u64* row = rows + 5 * blockIdx.x;
+  const u64 width = row[1];
+  for (u64 i = threadIdx.x; i < row[2]; i += blockDim.x) {
+    const unsigned char* from = (const unsigned char*)row[0] + indices[row[3] + i] * width;
+    unsigned char* to = out + row[4] + i * width;
+    for (u64 byte = 0; byte < width; byte++) to[byte] = from[byte];
+  }
 }

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import struct
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.resources import files
+from itertools import pairwise, repeat
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ _SEGMENT = 2 << 20
 """Bytes of a segment: enough rows to amortise its end, enough segments to share out evenly."""
 
 _ALIGNMENT = 16
+_FIRST = 1 << 63
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,39 +62,45 @@ def crc32cs(data: Sequence[Tensor]) -> list[int]:
     device = data[0].device
     kernels = _kernels(device)
     assert kernels is not None  # noqa: S101  (callers ask available() first)
-    data = [d if d.data_ptr() % _ALIGNMENT == 0 else d.clone() for d in data]
-    address = torch.tensor([d.data_ptr() for d in data])
-    nbytes = torch.tensor([d.numel() for d in data])
-    counts = (nbytes + _SEGMENT - 1) // _SEGMENT
-    buffer = torch.repeat_interleave(torch.arange(len(data)), counts)
-    count = len(buffer)
-    crcs = torch.zeros(len(data) + 1, dtype=torch.int32, device=device)
-    if count == 0:
+    copies = []  # kept until the kernels have run
+    addresses, to_end, buffers = array("q"), array("q"), array("Q")
+    for number, tensor in enumerate(data):
+        address, nbytes = tensor.data_ptr(), tensor.numel()
+        if address % _ALIGNMENT:
+            copies.append(tensor.clone())
+            address = copies[-1].data_ptr()
+        if not nbytes:
+            continue
+        buffers.append(_FIRST | number)
+        if nbytes <= _SEGMENT:
+            addresses.append(address)
+            to_end.append(nbytes)
+        else:
+            addresses.extend(range(address, address + nbytes, _SEGMENT))
+            to_end.extend(range(nbytes, 0, -_SEGMENT))
+            buffers.extend(repeat(number, len(to_end) - len(buffers)))
+    count = len(to_end)
+    if not count:
         return [0] * len(data)
-    begin = (torch.arange(count) - (counts.cumsum(0) - counts)[buffer]) * _SEGMENT
-    after = nbytes[buffer] - begin
-    length = after.clamp(max=_SEGMENT)
-    # One copy to the device: the segments' table, then the places' table.
-    table = torch.cat(
-        [
-            torch.stack([address[buffer] + begin, length], 1).flatten(),
-            torch.stack([buffer, after, length, (begin == 0).long()], 1).flatten(),
-        ]
+    table = torch.frombuffer(
+        bytearray(b"".join((addresses.tobytes(), to_end.tobytes(), buffers.tobytes()))),
+        dtype=torch.int64,
     ).to(device)
     raw = torch.empty(count, dtype=torch.int32, device=device)
+    # One place more than results: the counter from which blocks take their next segment.
+    crcs = torch.zeros(len(data) + 1, dtype=torch.int32, device=device)
+    lengths, owners = table[count:], table[2 * count :]
+    constants = (kernels.tables, kernels.lane_powers)
+    blocks = min(count, kernels.blocks)
     _launch(
         kernels.segments,
-        min(count, kernels.blocks),
-        _LANES,
-        kernels.shared,
-        (table, count, kernels.tables, kernels.lane_powers, raw, crcs[len(data) :]),
+        (blocks, _LANES, kernels.shared),
+        (table, lengths, count, *constants, raw, crcs[len(data) :]),
     )
     _launch(
         kernels.buffers,
-        -(-count * 32 // 256),
-        256,
-        0,
-        (table[2 * count :], count, raw, kernels.squares, crcs),
+        (-(-count * 32 // 256), 256, 0),
+        (lengths, owners, count, raw, kernels.squares, crcs),
     )
     return [crc & 0xFFFFFFFF for crc in crcs[: len(data)].tolist()]
 
@@ -102,56 +110,42 @@ def samples(rows: Sequence[tuple[str, int, Tensor]]) -> list[bytes]:
     device = rows[0][2].device
     kernels = _kernels(device)
     assert kernels is not None  # noqa: S101
-    counts, packed = [], []
+    table, packed, ends = array("q"), [], [0]
+    places = 0
     for name, width, data in rows:
         count, indices = _indices(name, data.numel() // width)
-        counts.append(count)
+        table.extend((data.data_ptr(), width, count, places, ends[-1]))
         packed.append(indices)
-    repeats = torch.tensor(counts)
-    widths = torch.repeat_interleave(torch.tensor([width for _, width, _ in rows]), repeats)
-    if not len(widths):
+        places += count
+        ends.append(ends[-1] + count * width)
+    if not places:
         return [b""] * len(rows)
-    index = torch.frombuffer(bytearray(b"".join(packed)), dtype=torch.int64)
-    base = torch.tensor([data.data_ptr() for _, _, data in rows])
-    addresses = torch.repeat_interleave(base, repeats) + index * widths
-    places = widths.cumsum(0) - widths
-    table = torch.cat([addresses, places]).to(device)
-    out = torch.empty(int(widths.sum()), dtype=torch.uint8, device=device)
-    count = len(widths)
-    narrow = widths.to(torch.uint8).to(device)
-    _launch(kernels.gather, -(-count // 256), 256, 0, (table, table[count:], count, narrow, out))
+    constants = torch.frombuffer(
+        bytearray(b"".join([table.tobytes(), *packed])), dtype=torch.int64
+    ).to(device)
+    out = torch.empty(ends[-1], dtype=torch.uint8, device=device)
+    _launch(kernels.gather, (len(rows), 128, 0), (constants, constants[len(table) :], out))
     host = out.cpu()
     whole = ctypes.string_at(host.data_ptr(), host.numel())
-    found, begin = [], 0
-    for count, (_, width, _) in zip(counts, rows, strict=True):
-        found.append(whole[begin : begin + count * width])
-        begin += count * width
-    return found
+    return [whole[begin:end] for begin, end in pairwise(ends)]
 
 
 @lru_cache(maxsize=1 << 16)
 def _indices(name: str, numel: int) -> tuple[int, bytes]:
     """How many elements of a tensor are sampled, and their positions as packed 64-bit integers."""
     indices = sampling.sample_indices(name, numel)
-    return len(indices), struct.pack(f"<{len(indices)}q", *indices)
+    return len(indices), array("q", indices).tobytes()
 
 
-def _launch(kernel: Any, blocks: int, threads: int, shared: int, arguments: Sequence[Any]) -> None:
-    from cuda.core import LaunchConfig, launch
+def _launch(kernel: Any, shape: tuple[int, int, int], arguments: Sequence[Any]) -> None:
+    """Launch on the current stream: blocks, threads a block, bytes of dynamic shared memory."""
+    from cuda.core import LaunchConfig, Stream, launch
 
     values = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
+    blocks, threads, shared = shape
     config = LaunchConfig(grid=blocks, block=threads, shmem_size=shared)
-    launch(_Stream(torch.cuda.current_stream().cuda_stream), config, kernel, *values)
-
-
-@dataclass(frozen=True, slots=True)
-class _Stream:
-    """A torch stream as cuda-core takes it."""
-
-    handle: int
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return (0, self.handle)
+    stream = Stream.from_handle(torch.cuda.current_stream().cuda_stream)
+    launch(stream, config, kernel, *values)
 
 
 @cache
@@ -164,6 +158,7 @@ def _kernels(device: torch.device) -> _Kernels | None:
 
 
 def _compile(device: torch.device) -> _Kernels:
+    from cuda.bindings import driver
     from cuda.core import Device, Program, ProgramOptions
 
     with torch.cuda.device(device):
@@ -177,13 +172,17 @@ def _compile(device: torch.device) -> _Kernels:
         options = ProgramOptions(
             std="c++17",
             arch=f"sm_{properties.major}{properties.minor}",
-            define_macro=[("COPIES", str(copies))],
+            define_macro=[("COPIES", str(copies)), ("SEGMENT", str(_SEGMENT))],
         )
         names = ("crc32c_segments", "crc32c_buffers", "gather")
         code = Program(source, code_type="c++", options=options).compile("cubin")
         segments, buffers, gather = (code.get_kernel(name) for name in names)
         shared = 4096 * copies
-        segments.attributes.max_dynamic_shared_size_bytes = shared
+        # More than 48 KiB has to be asked for, and cuda-core (1.2) only reads this attribute.
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        (error,) = driver.cuKernelSetAttribute(attribute, shared, segments.handle, device.index)
+        if error != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"{shared} bytes of shared memory: {error!r}")
         return _Kernels(
             segments,
             buffers,

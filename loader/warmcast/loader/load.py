@@ -33,6 +33,7 @@ from warmcast.loader.containers import State, collect
 from warmcast.loader.errors import (
     PeerBusy,
     PeerError,
+    PeerSilent,
     RestartRequired,
     SkeletonMismatch,
     TransferFailed,
@@ -62,8 +63,8 @@ ATTEMPTS = 3
 
 _AGAIN, _ORIGIN = "again", "origin"
 
-_ANOTHER = (NoSender, TransferFailed, WeightVerificationError)
-"""Problems after which another sender, if there is one, is asked at once."""
+_ANOTHER = (NoSender, PeerSilent, TransferFailed, WeightVerificationError)
+"""Problems after which a sender, if there is one that has not failed, is asked at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,9 +261,9 @@ class Walk:
                     filled = self._fill("peer", plan, source, limit)
                     if isinstance(filled, _Filled):
                         return filled
-                    if filled.problem is not None:
+                    problem = filled.problem
+                    if problem is not None and not isinstance(problem, PeerSilent):
                         peers.blame(source.name)
-                        problem = filled.problem
                 failures += met.value is not None
                 step = ""
                 if self._group.rank == 0:

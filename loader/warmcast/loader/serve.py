@@ -1,7 +1,7 @@
 """Being a sender: a daemon thread answers receivers while the worker does its own work.
 
-The thread takes requests from its mailbox, one handshake at a time; each transfer then runs in a
-thread of its own, of which there is a bounded number: a receiver beyond it is told "busy" at once.
+The thread takes requests from its mailbox; each is then served in a thread of its own, of which
+there is a bounded number: a receiver beyond it is told "busy" at once.
 A receiver that breaks costs the handshake's second, or a transfer thread until its deadline; never
 the worker. Nothing here touches the model: what is served are the tensors as they stood when
 serving began.
@@ -20,7 +20,7 @@ from torch import Tensor
 from warmcast.loader import handshake
 from warmcast.loader.address import address_for
 from warmcast.loader.containers import flat_bytes
-from warmcast.loader.errors import PeerError, RegistryUnavailable
+from warmcast.loader.errors import RegistryUnavailable
 from warmcast.loader.handshake import Ask, Lifeline
 from warmcast.loader.heartbeat import Heartbeat
 from warmcast.loader.ready import Served
@@ -141,25 +141,23 @@ class Sender:
             reason = f"{self._max} receivers are being served"
             handshake.turn_away(self._registry, request, "busy", reason, deadline)
             return
-        whole = request.arena and bool(self._offer.segments)
-        try:
-            ticket = handshake.accept(
-                self._registry, request, self._endpoint, transport.name, whole, deadline
-            )
-        except BaseException:
-            self._room.release()
-            raise
+        # The handshake ends in the transfer's own thread: a receiver confirms when its whole group
+        # has met senders, and one whose group waits for another would keep that one waiting.
         thread = threading.Thread(
             target=self._transfer,
-            args=(request, transport, ticket, whole),
+            args=(request, transport, deadline),
             name="warmcast-transfer",
             daemon=True,
         )
         self._transfers.add(thread)
         thread.start()
 
-    def _transfer(self, request: Ask, transport: Transport, ticket: str, whole: bool) -> None:
+    def _transfer(self, request: Ask, transport: Transport, deadline: Deadline) -> None:
+        whole = request.arena and bool(self._offer.segments)
         try:
+            ticket = handshake.accept(
+                self._registry, request, self._endpoint, transport.name, whole, deadline
+            )
             with Lifeline(self._registry, request.request, "sender", "receiver").kept() as lifeline:
                 transfer = Transfer(
                     request.request,
@@ -173,7 +171,7 @@ class Sender:
                 transport.send(transfer, ticket)
             self._served += 1
             log.info("sent %d bytes to %s", transfer.nbytes, request.endpoint.worker)
-        except (PeerError, WarmcastError) as cause:
+        except WarmcastError as cause:
             log.warning("transfer to %s ended: %s", request.endpoint.worker, cause)
         finally:
             self._room.release()

@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from warmcast.loader.address import address_for
-from warmcast.loader.errors import PeerBusy, PeerError, PeerRefused
-from warmcast.loader.handshake import RECEIVER_PATIENCE, Agreement, Lifeline, ask, confirm
+from warmcast.loader.errors import PeerBusy, PeerError, PeerRefused, PeerSilent
+from warmcast.loader.handshake import (
+    RECEIVER_PATIENCE,
+    SENDER_PATIENCE,
+    Agreement,
+    Lifeline,
+    ask,
+    confirm,
+)
 from warmcast.loader.plan import Targets
 from warmcast.loader.registry import Presence, Registry
 from warmcast.loader.routes import Job, Source
@@ -113,9 +120,18 @@ class PeerSource:
         self.sender = sender.sender
         self.name = sender.sender
         self.transport: str | None = transport.name
+        self._waits = Deadline.after(SENDER_PATIENCE)
 
     def fill(self, targets: Targets, deadline: Deadline) -> None:
-        """Confirm, and receive. Raises :class:`TransferFailed`, :class:`RegistryUnavailable`."""
+        """Confirm, and receive. Raises :class:`TransferFailed`, :class:`RegistryUnavailable`, and
+        :class:`PeerSilent` if the sender has waited for too long: it can be asked again.
+        """
+        if self._waits.expired:
+            raise PeerSilent(
+                f"sender {self.name}",
+                expected=f"the group to be ready within {SENDER_PATIENCE:g} s",
+                found="it took longer, and the sender no longer waits",
+            )
         ticket = self._transport.ticket()
         try:
             confirm(self._registry, self._agreement, ticket, deadline)
