@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -272,26 +271,6 @@ def test_a_sender_that_is_busy_is_asked_again(publish, loader):
     found = at_once(loader, deployed, 4, max_receivers=1)
     assert [report.route for report, _ in found] == ["peer"] * 4
     assert sender.served >= 1
-
-
-def test_another_leads_when_the_leader_is_killed(publish, worker, loader):
-    """The leader is killed while it reads; its lease expires, and a waiter takes it over."""
-    deployed = publish(filled(Encoder()).state_dict())
-    blob = deployed.blob.rename(deployed.blob.with_suffix(".aside"))
-    os.mkfifo(deployed.blob)  # who reads the blob waits
-    leader = worker("Encoder", deployed.ref)
-    with deployed.blob.open("wb"):  # opened once the leader reads
-        leader.process.send_signal(signal.SIGKILL)
-        leader.process.wait()
-        blob.rename(deployed.blob)
-    mine = loader()
-    model = skeleton_of(mine, Encoder)
-    report = mine.load(model, deployed.ref)
-    assert report.route == "origin"
-    reasons = [stage.reason for stage in report.stages if stage.name == "next"]
-    assert reasons[-1] == "origin: nobody else is loading it (lease 2)"
-    assert len(reasons) > 1
-    assert_same(model.state_dict(), filled(Encoder()).state_dict())
 
 
 def test_a_worker_that_loads_again_does_not_wait_for_itself(publish, loader):
