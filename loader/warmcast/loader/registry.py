@@ -200,12 +200,15 @@ class Registry:
             self.wake(presence.identity, "sender", deadline)
 
     def withdraw(self, presence: Presence, deadline: Deadline) -> None:
-        """Take a sender's presence back at once."""
+        """Take a sender's presence back at once, and wake it if it waits for requests."""
+        box = mailbox(presence.sender)
 
         def call(client: redis.Redis) -> None:
             with client.pipeline() as pipe:
                 pipe.zrem(_key(presence.identity, "senders"), presence.sender)
-                pipe.delete(_sender_key(presence), mailbox(presence.sender))
+                pipe.delete(_sender_key(presence), box)
+                pipe.rpush(box, b"")
+                pipe.pexpire(box, _ms(BEAT))
                 pipe.execute()
 
         self._call(call, deadline)
