@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import threading
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.resources import files
@@ -51,6 +53,23 @@ class _Kernels:
 def available(device: torch.device) -> bool:
     """Whether the kernels can be had for a GPU; says why not once, in the log."""
     return _kernels(device) is not None
+
+
+@contextmanager
+def compiling(device: torch.device) -> Iterator[None]:
+    """Compile the kernels of a GPU beside what the context does: it takes most of a second.
+
+    Nothing happens for other devices.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    thread = threading.Thread(target=_kernels, args=(device,), name="warmcast-compile")
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
 
 
 def crc32cs(data: Sequence[Tensor]) -> list[int]:
@@ -148,8 +167,16 @@ def _launch(kernel: Any, shape: tuple[int, int, int], arguments: Sequence[Any]) 
     launch(stream, config, kernel, *values)
 
 
-@cache
 def _kernels(device: torch.device) -> _Kernels | None:
+    with _one_at_a_time:
+        return _compiled(device)
+
+
+_one_at_a_time = threading.Lock()
+
+
+@cache
+def _compiled(device: torch.device) -> _Kernels | None:
     try:
         return _compile(device)
     except Exception as cause:  # noqa: BLE001  (NVRTC, driver and packaging each have their own)

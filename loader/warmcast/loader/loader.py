@@ -13,7 +13,7 @@ from types import TracebackType
 import torch
 from torch import nn
 
-from warmcast.loader import goodbye
+from warmcast.loader import cuda_checks, goodbye
 from warmcast.loader.address import host_id
 from warmcast.loader.change import Change
 from warmcast.loader.containers import collect, marks
@@ -131,7 +131,8 @@ class Loader:
             peers = PeerRoute(self._registry, self._endpoint(wanted.device, transports), transports)
         ways = Ways(self._origin, self._registry, peers, lead)
         try:
-            loaded = Walk(model, wanted, ways, group, limit).run()
+            with cuda_checks.compiling(wanted.device):
+                loaded = Walk(model, wanted, ways, group, limit).run()
         except BaseException:
             self._give_back(taken)
             raise

@@ -13,6 +13,7 @@ import logging
 import secrets
 import threading
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from torch import Tensor
 from warmcast.loader import handshake
 from warmcast.loader.address import address_for
 from warmcast.loader.containers import flat_bytes
-from warmcast.loader.errors import RegistryUnavailable
+from warmcast.loader.errors import RegistryUnavailable, TransferFailed
 from warmcast.loader.handshake import Ask, Lifeline
 from warmcast.loader.heartbeat import Heartbeat
 from warmcast.loader.ready import Served
@@ -30,6 +31,9 @@ from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import DeadlineExceeded, WarmcastError
 
 log = logging.getLogger("warmcast")
+
+PARTING = 10.0
+"""Seconds that a sender which is being closed gives the transfers under way."""
 
 MAX_TRANSFER = 600.0
 """Seconds that a sender gives one transfer at most, whatever the receiver asks for."""
@@ -58,6 +62,7 @@ class Sender:
         self._room = threading.Semaphore(max_receivers)
         self._max = max_receivers
         self._closed = threading.Event()
+        self._ending = threading.Event()
         self._announcing = threading.Lock()
         self._transfers: set[threading.Thread] = set()
         self._served = 0
@@ -80,13 +85,15 @@ class Sender:
         self._thread.start()
 
     def close(self) -> None:
-        """Take the presence back at once, and end the threads; transfers under way are ended by
-        their deadline.
-        """
+        """Take the presence back at once, give transfers under way ``PARTING`` seconds, and end."""
         self.withdraw(Deadline.after(CALL))
         self._heartbeat.drop(self.name)
         if self._thread.is_alive():
             self._thread.join()
+        deadline = Deadline.after(PARTING)
+        for thread in list(self._transfers):
+            thread.join(deadline.remaining())
+        self._ending.set()
         for thread in list(self._transfers):
             thread.join()
 
@@ -166,7 +173,7 @@ class Sender:
                     self._registry,
                     address_for(self._registry.url),
                     Deadline.after(min(request.seconds, MAX_TRANSFER)),
-                    lifeline.check,
+                    partial(self._going_on, lifeline),
                 )
                 transport.send(transfer, ticket)
             self._served += 1
@@ -177,6 +184,11 @@ class Sender:
             self._room.release()
             self._transfers.discard(threading.current_thread())
             self._tell_waiters()
+
+    def _going_on(self, lifeline: Lifeline) -> None:
+        if self._ending.is_set():
+            raise TransferFailed("sender", expected="to go on", found="it is being closed")
+        lifeline.check()
 
     def _tell_waiters(self) -> None:
         """There is room again, for receivers that were told to come back."""
