@@ -75,7 +75,9 @@ def run(words: Sequence[str], entries: Iterable[EntryPoint] | None = None) -> in
         return 0
     if words and not words[0].startswith("-") and words[0] not in commands:
         raise UsageError(
-            "warmcast", expected=f"a command of {', '.join(sorted(commands))}", found=repr(words[0])
+            "command line",
+            expected=f"a command of {', '.join(sorted(commands))}",
+            found=repr(words[0]),
         )
     # Help over all commands needs all of them; anything else needs the one that is called.
     wanted = [commands[words[0]]] if words and words[0] in commands else list(commands.values())
