@@ -430,7 +430,16 @@ class Ordered(nn.Module):
         self.a.weight = self.b.weight
 
 
-@pytest.mark.parametrize("change", [None, FP8_CHANGE], ids=["plain", "changed"])
+def halved(model: nn.Module) -> None:
+    """To bfloat16, which leaves ties as they are."""
+    model.bfloat16()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [None, FP8_CHANGE, Change("half", "1", halved, halved)],
+    ids=["plain", "untied", "tied"],
+)
 @pytest.mark.parametrize("arena", [True, False])
 def test_state_dicts_in_another_order(publish, loader, arena, change):
     """Guard: both sides lay out by the manifest's order, or by name; never by the model's own."""

@@ -123,6 +123,17 @@ def test_keep():
     assert {p.truth.name for p in plan.placements} == {"a", "c"}
 
 
+@pytest.mark.parametrize("pattern", ["embed.*", "head.*"])
+def test_keep_of_a_tied_tensor(pattern):
+    """Kept under one name, it is kept under all."""
+    state = Encoder().state_dict()
+    tie = TiedEntry(name="head.weight", of="embed.weight", shape=(40, 16), stride=(16, 1), offset=0)
+    manifest = manifest_of({n: t for n, t in state.items() if n != "head.weight"}, (tie,))
+    plan = plan_of(Encoder(), manifest, keep=[pattern])
+    assert plan.kept == ("embed.weight",)
+    assert "embed.weight" not in {p.truth.name for p in plan.placements}
+
+
 def test_keep_of_what_was_never_filled():
     with skeleton():
         model = nn.Linear(2, 2)

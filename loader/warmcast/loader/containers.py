@@ -50,7 +50,7 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """One tensor of a model's state: all its names, in order, and all its places."""
+    """One tensor of a model's state: all its names, sorted, and all its places."""
 
     names: tuple[str, ...]
     sites: tuple[Site, ...]
@@ -58,7 +58,7 @@ class Container:
 
     @property
     def name(self) -> str:
-        """The first of its names."""
+        """The first of its names, the same on every worker."""
         return self.names[0]
 
     @property
@@ -113,7 +113,7 @@ _Found = dict[tuple[object, ...], tuple[list[str], list[Site], Tensor]]
 
 
 def _containers(found: _Found) -> tuple[Container, ...]:
-    return tuple(Container(tuple(n), tuple(s), t) for n, s, t in found.values())
+    return tuple(Container(tuple(sorted(n)), tuple(s), t) for n, s, t in found.values())
 
 
 def _roots(model: nn.Module, modules: Sequence[str]) -> list[tuple[str, nn.Module]]:

@@ -210,7 +210,7 @@ class _Matching:
         self.tied: Mapping[str, TiedEntry] = {entry.name: entry for entry in manifest.tied}
         self.slices = self._slices(mesh, rank)
         self.problems: list[str] = []
-        self.kept: list[str] = []
+        self.kept: list[Container] = []
 
     def plan(self) -> Plan:
         owners: dict[str, Container] = {}
@@ -240,7 +240,8 @@ class _Matching:
                 do="build the model that was deployed, or name what differs by design "
                 "with modules=, ignore= or keep=",
             )
-        return Plan(tuple(placements), tuple(self.kept), tuple(skipped))
+        kept = tuple(container.name for container in self.kept)
+        return Plan(tuple(placements), kept, tuple(skipped))
 
     def _slices(self, mesh: Mesh, rank: int) -> Mapping[str, SliceEntry] | None:
         layout = self.manifest.layout(mesh)
@@ -287,7 +288,7 @@ class _Matching:
     def _keep(self, container: Container) -> None:
         if container.tensor.is_meta:
             self.problems.append(f"{container.name} is to be kept but was never filled")
-        self.kept.append(container.name)
+        self.kept.append(container)
 
     def _agree(self, container: Container, chosen: str, names: Sequence[str]) -> None:
         """One container, several names in the manifest: they must mean the same bytes."""
@@ -321,7 +322,7 @@ class _Matching:
                 continue  # memory that exists to be viewed
             if name in self.computed or any(fnmatchcase(name, p) for p in self.ignore):
                 skipped.append(name)
-            elif name not in self.kept:
+            elif not any(name in container.names for container in self.kept):
                 self.problems.append(f"{name} is in the manifest but not in the model")
         return skipped
 
