@@ -113,7 +113,7 @@ def test_a_command_that_is_misused(warmcast):
 def test_an_unknown_command(warmcast):
     done = warmcast("deplyo")
     assert done.returncode == 2
-    assert done.stderr.startswith("warmcast: warmcast: expected a command of ")
+    assert done.stderr.startswith("warmcast: command line: expected a command of ")
     assert done.stderr.endswith("found 'deplyo'\n")
     assert "test-greet" in done.stderr
     assert done.stderr.count("\n") == 1
