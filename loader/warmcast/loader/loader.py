@@ -18,6 +18,7 @@ from warmcast.loader.address import host_id
 from warmcast.loader.change import Change
 from warmcast.loader.containers import collect, marks
 from warmcast.loader.environment import DEADLINE, Settings
+from warmcast.loader.errors import GroupLost
 from warmcast.loader.heartbeat import Heartbeat
 from warmcast.loader.load import Loaded, Walk, Wanted, Ways
 from warmcast.loader.quorum import Group, group_from_env
@@ -63,6 +64,7 @@ class Loader:
         self._registry = Registry(registry) if registry else None
         self._seconds = deadline
         self._group = group
+        self._own_group: Group | None = None
         self._heartbeat = Heartbeat()
         self._leases: dict[str, Lease] = {}
         self._loaded: weakref.WeakKeyDictionary[nn.Module, _Entry] = weakref.WeakKeyDictionary()
@@ -133,8 +135,10 @@ class Loader:
         try:
             with cuda_checks.compiling(wanted.device):
                 loaded = Walk(model, wanted, ways, group, limit).run()
-        except BaseException:
+        except BaseException as cause:
             self._give_back(taken)
+            if isinstance(cause, GroupLost):
+                self._part()  # its connections are broken: the next load makes a group anew
             raise
         for lease in taken:
             self._keep(lease, Deadline.after(GRACE))
@@ -159,6 +163,7 @@ class Loader:
             self._give_back(leases)
             return None
         if marks(collect(model, wanted.modules)) != loaded.served.marks:
+            self._give_back(leases)
             raise UsageError(
                 "serve",
                 expected="the weights as they were when load() returned",
@@ -189,9 +194,7 @@ class Loader:
         self._senders.clear()
         self._give_back(list(self._leases.values()))
         self._heartbeat.close()
-        if self._group is not None:
-            self._group.close()
-            self._group = None
+        self._part()
         if self._registry is not None:
             self._registry.close()
         self._origin.close()
@@ -214,9 +217,17 @@ class Loader:
         self.close()
 
     def _joined(self, deadline: Deadline) -> Group:
-        if self._group is None:
-            self._group = group_from_env(deadline)
-        return self._group
+        if self._group is not None:
+            return self._group
+        if self._own_group is None:
+            self._own_group = group_from_env(deadline)
+        return self._own_group
+
+    def _part(self) -> None:
+        """Give up the group that this loader made; one that it was given is its owner's."""
+        if self._own_group is not None:
+            self._own_group.close()
+            self._own_group = None
 
     def _endpoint(self, device: torch.device, transports: Sequence[Transport]) -> Endpoint:
         gpu = nccl = ""
