@@ -30,7 +30,7 @@ typedef unsigned long long u64;
 
 __device__ u32 multiply(u32 a, u32 b) {
   u32 product = 0;
-#pragma unroll 8
+#pragma unroll
   for (int i = 0; i < 32; i++) {
     product ^= b & (u32)((int)a >> 31);
     a <<= 1;
@@ -96,10 +96,20 @@ crc32c_segments(const u64* addresses, const u64* to_end, u64 count, const u32* t
     const uint4* group = (const uint4*)at + lane;
     u32 s0 = 0, s1 = 0, s2 = 0, s3 = 0;
     u64 row = 0;
-    for (; row + 4 < rows; row += 4, group += 4 * LANES) {
-      const uint4 a = __ldcs(group), b = __ldcs(group + LANES);
-      const uint4 c = __ldcs(group + 2 * LANES), d = __ldcs(group + 3 * LANES);
+    if (rows > 4) {
+      // The next four groups are on their way while these four are worked on.
+      uint4 a = __ldcs(group), b = __ldcs(group + LANES);
+      uint4 c = __ldcs(group + 2 * LANES), d = __ldcs(group + 3 * LANES);
+      for (; row + 8 < rows; row += 4) {
+        group += 4 * LANES;
+        const uint4 e = __ldcs(group), f = __ldcs(group + LANES);
+        const uint4 g = __ldcs(group + 2 * LANES), h = __ldcs(group + 3 * LANES);
+        STEP(a) STEP(b) STEP(c) STEP(d)
+        a = e, b = f, c = g, d = h;
+      }
       STEP(a) STEP(b) STEP(c) STEP(d)
+      row += 4;
+      group += 4 * LANES;
     }
     for (; row + 1 < rows; row++, group += LANES) {
       const uint4 a = __ldcs(group);

@@ -32,6 +32,9 @@ _ROW = 16 * _LANES
 _SEGMENT = 2 << 20
 """Bytes of a segment: enough rows to amortise its end, enough segments to share out evenly."""
 
+_BATCH = 1024
+"""Segments a launch, at least: enough for the GPU to be busy while the next are listed."""
+
 _ALIGNMENT = 16
 _FIRST = 1 << 63
 
@@ -73,7 +76,7 @@ def compiling(device: torch.device) -> Iterator[None]:
 
 
 def crc32cs(data: Sequence[Tensor]) -> list[int]:
-    """The CRC32C of each of some 1-D uint8 tensors of one GPU, in two launches.
+    """The CRC32C of each of some 1-D uint8 tensors of one GPU, in few launches.
 
     Runs on the current stream and waits for it. Tensors whose address is not a multiple of 16
     are copied first.
@@ -82,6 +85,8 @@ def crc32cs(data: Sequence[Tensor]) -> list[int]:
     kernels = _kernels(device)
     assert kernels is not None  # noqa: S101  (callers ask available() first)
     copies = []  # kept until the kernels have run
+    # One place more than results: the counter from which blocks take their next segment.
+    crcs = torch.zeros(len(data) + 1, dtype=torch.int32, device=device)
     addresses, to_end, buffers = array("q"), array("q"), array("Q")
     for number, tensor in enumerate(data):
         address, nbytes = tensor.data_ptr(), tensor.numel()
@@ -98,30 +103,35 @@ def crc32cs(data: Sequence[Tensor]) -> list[int]:
             addresses.extend(range(address, address + nbytes, _SEGMENT))
             to_end.extend(range(nbytes, 0, -_SEGMENT))
             buffers.extend(repeat(number, len(to_end) - len(buffers)))
-    count = len(to_end)
-    if not count:
-        return [0] * len(data)
+        if len(to_end) >= _BATCH:
+            # The GPU works on these while the rest is listed.
+            _run_segments(kernels, (addresses, to_end, buffers), crcs)
+            addresses, to_end, buffers = array("q"), array("q"), array("Q")
+    if to_end:
+        _run_segments(kernels, (addresses, to_end, buffers), crcs)
+    return [crc & 0xFFFFFFFF for crc in crcs[: len(data)].tolist()]
+
+
+def _run_segments(kernels: _Kernels, columns: Sequence[array[int]], crcs: Tensor) -> None:
+    """Add some segments, given by address, bytes to their buffer's end and buffer, to ``crcs``."""
+    count = len(columns[0])
     table = torch.frombuffer(
-        bytearray(b"".join((addresses.tobytes(), to_end.tobytes(), buffers.tobytes()))),
-        dtype=torch.int64,
-    ).to(device)
-    raw = torch.empty(count, dtype=torch.int32, device=device)
-    # One place more than results: the counter from which blocks take their next segment.
-    crcs = torch.zeros(len(data) + 1, dtype=torch.int32, device=device)
-    lengths, owners = table[count:], table[2 * count :]
+        bytearray(b"".join([column.tobytes() for column in columns])), dtype=torch.int64
+    ).to(crcs.device)
+    raw = torch.empty(count, dtype=torch.int32, device=crcs.device)
+    lengths, owners, counter = table[count:], table[2 * count :], crcs[-1:]
     constants = (kernels.tables, kernels.lane_powers)
     blocks = min(count, kernels.blocks)
     _launch(
         kernels.segments,
         (blocks, _LANES, kernels.shared),
-        (table, lengths, count, *constants, raw, crcs[len(data) :]),
+        (table, lengths, count, *constants, raw, counter.zero_()),
     )
     _launch(
         kernels.buffers,
         (-(-count * 32 // 256), 256, 0),
         (lengths, owners, count, raw, kernels.squares, crcs),
     )
-    return [crc & 0xFFFFFFFF for crc in crcs[: len(data)].tolist()]
 
 
 def samples(rows: Sequence[tuple[str, int, Tensor]]) -> list[bytes]:
