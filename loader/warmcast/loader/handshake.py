@@ -119,6 +119,8 @@ def ask(
         nonce=secrets.randbelow(1 << 61),
         seconds=min(max(deadline.remaining(), 0.001), 86400.0),
     )
+    if not registry.present(sender, deadline):  # it may have gone while others were asked
+        raise PeerSilent(f"sender {sender.sender}", expected="an answer", found="it has gone")
     registry.push(mailbox(sender.sender), message.model_dump_json().encode(), deadline)
     reply = _reply(registry, sender, mailbox(message.request), deadline.within(patience))
     try:
