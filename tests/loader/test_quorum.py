@@ -91,20 +91,20 @@ def check_two(told: list[dict[str, object]]) -> None:
 def test_torchrun_after_a_restart():
     """The second attempt does not meet the dead of the first, whose store it shares."""
     flags = ("--standalone", "--max-restarts", "1")
-    told = torchrun(2, *flags, votes=[YES], die=[1, 0, 0], groups=2)
+    told = torchrun(2, *flags, votes=[YES], die=[1, 0, 0], groups=2, late=1)
     assert [value["attempt"] for value in told] == [1, 1]
     check_two(told)
 
 
 def test_behind_an_engines_process_group_under_torchrun():
-    told = torchrun(2, "--standalone", votes=[YES], engine="before", groups=2)
+    told = torchrun(2, "--standalone", votes=[YES], engine="before", groups=2, late=1)
     check_two(told)
     assert [value["engine"] for value in told] == [2, 2]
 
 
 def test_before_an_engines_process_group_without_torchrun():
     """Both listen at MASTER_PORT, in one process."""
-    told = vote(2, votes=[YES], engine="after", groups=2)
+    told = vote(2, votes=[YES], engine="after", groups=2, late=1)
     check_two(told)
     assert [value["engine"] for value in told] == [2, 2]
 

@@ -2,7 +2,8 @@
 
 ``votes``: a list of each rank's ballot, a reason for "no" or none for "yes"; one list a round.
 ``die``: ``[rank, round, attempt]`` ends by SIGKILL before that vote. ``engine``: ``before`` or
-``after`` the group, ``init_process_group`` is called as an engine would.
+``after`` the group, ``init_process_group`` is called as an engine would. ``late``: a rank that
+comes to each meeting after the others, who so find what was left in the store until then.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import threading
 
 import torch.distributed as dist
 
@@ -31,6 +33,8 @@ def main() -> None:
         if engine == "before":
             dist.init_process_group("gloo")
         for _ in range(options.get("groups", 1)):
+            if os.environ["RANK"] == str(options.get("late")):
+                threading.Event().wait(0.5)
             group = group_from_env(Deadline.after(options.get("seconds", 30)))
             groups.append(group)
             told["rank"] = group.rank
