@@ -42,6 +42,10 @@ def leave() -> None:
     """Leave by typer's own way."""
     raise typer.Exit(5)
 
+several = typer.Typer(help="Several commands in one.")
+several.command("greet")(greet)
+several.command("misuse")(misuse)
+
 def wait() -> None:
     """Wait to be interrupted."""
     print("waiting", flush=True)
@@ -54,7 +58,10 @@ def talk() -> None:
 '''
 
 BROKEN = "import a_package_that_nobody_has\n"
-COMMANDS = ("greet", "fail", "misuse", "crash", "missing_file", "answer", "leave", "wait", "talk")
+COMMANDS = (
+    *("greet", "fail", "misuse", "crash", "missing_file", "answer", "leave", "wait", "talk"),
+    "several",
+)
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +115,20 @@ def test_a_command_that_fails(warmcast):
 
 def test_a_command_that_is_misused(warmcast):
     complained(warmcast("test-misuse"), 2, "--x: expected 1, found 2")
+
+
+def test_a_command_of_several(warmcast):
+    done = warmcast("test-several", "greet", "you")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "hello you \n", "")
+    complained(warmcast("test-several", "misuse"), 2, "--x: expected 1, found 2")
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [([], "Missing command (see --help)"), (["x"], "No such command 'x' (see --help)")],
+)
+def test_a_command_of_several_that_is_not_named(warmcast, words, line):
+    complained(warmcast("test-several", *words), 2, line)
 
 
 def test_an_unknown_command(warmcast):
@@ -247,7 +268,16 @@ def test_help_of_one_command(warmcast):
 def test_help_shows_all_commands(warmcast, words, code):
     done = warmcast(*words)
     assert (done.returncode, done.stderr) == (code, "")
-    for name in ("deploy", "inspect", "verify", "demo", "test-greet", "Greet somebody."):
+    for name in (
+        "deploy",
+        "inspect",
+        "verify",
+        "demo",
+        "bench",
+        "test-greet",
+        "Greet somebody.",
+        "Several",
+    ):
         assert name in done.stdout
     assert "Needs the package 'a_package_that_nobody_has'" in done.stdout
 

@@ -1,8 +1,9 @@
 """The ``warmcast`` command: finds its subcommands, and turns errors into one line.
 
 A subcommand is an entry point in the group ``warmcast.commands``: a function that typer
-understands. Only the one that is called is imported, so that no command pays for another's
-libraries. Exit codes: 0, 1 for a failed job, 2 for wrong usage, 130 after Ctrl-C.
+understands, or a typer app with subcommands of its own. Only the one that is called is imported,
+so that no command pays for another's libraries. Exit codes: 0, 1 for a failed job, 2 for wrong
+usage, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -107,10 +108,13 @@ def _app(entries: Sequence[EntryPoint]) -> typer.Typer:
 
     for entry in sorted(entries, key=lambda e: e.name):
         try:
-            function, settings = entry.load(), {}
+            command, settings = entry.load(), {}
         except ModuleNotFoundError as cause:
-            function, settings = _missing(entry.name, cause), _ANY_ARGUMENTS
-        app.command(entry.name, context_settings=settings)(function)
+            command, settings = _missing(entry.name, cause), _ANY_ARGUMENTS
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=entry.name)
+        else:
+            app.command(entry.name, context_settings=settings)(command)
     return app
 
 
