@@ -1,4 +1,4 @@
-"""Where this worker is: its host's name for itself, and the address that others reach it by."""
+"""Where this worker is: its host, and the address that others reach it by."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from urllib.parse import urlsplit
 
 @cache
 def host_id() -> str:
-    """What two workers of one host have in common: the name and this boot's id."""
+    """What two workers of one host have in common, in two containers too: this boot's id."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
-        boot = ""
-    return f"{socket.gethostname()}/{boot}"
+        return socket.gethostname()
 
 
 def address_towards(host: str) -> str:

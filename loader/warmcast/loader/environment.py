@@ -4,6 +4,7 @@ WARMCAST_ORIGIN     the origin's URL; required
 WARMCAST_REGISTRY   redis://host:port; without it there are no peers
 WARMCAST_DEADLINE   seconds that a load may take; 600 unless set
 WARMCAST_HOST       the address by which peers reach this worker; found out unless set
+WARMCAST_TRANSPORTS the transports to be used (``ipc,nccl,gloo``); all that work, unless set
 """
 
 from __future__ import annotations

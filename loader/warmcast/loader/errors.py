@@ -10,6 +10,8 @@ WarmcastError
     ├── PeerBusy            it serves as many receivers as it can
     ├── PeerRefused         it will not serve this receiver, and says why
     ├── PeerSilent          it did not answer in time
+    ├── TransportUnusable   this way across does not work between these two; another may
+    ├── PartyBroken         another receiver of the same broadcast failed; it can be asked again
     └── TransferFailed      the transfer broke off; what was written is not to be used
 """
 
@@ -52,6 +54,14 @@ class PeerRefused(PeerError):
 
 class PeerSilent(PeerError):
     """The peer did not answer in time."""
+
+
+class TransportUnusable(PeerError):
+    """This way across does not work between these two workers; another may."""
+
+
+class PartyBroken(PeerError):
+    """Another receiver of the same broadcast failed; the sender can be asked again."""
 
 
 class TransferFailed(PeerError):

@@ -65,7 +65,9 @@ class Ask(Record):
 
 
 class Answer(Record):
-    """Sender to receiver. ``whole``: both sides have an arena, and they are copied as they are."""
+    """Sender to receiver. ``whole``: both sides have an arena, and they are copied as they are;
+    ``offer`` is the transport's, and ``reason`` tells why a better one was not taken.
+    """
 
     request: Request
     status: Literal["ready", "busy", "no"]
@@ -74,6 +76,7 @@ class Answer(Record):
     nonce: Nonce = 0
     endpoint: Endpoint | None = None
     transport: Text = ""
+    offer: Annotated[str, StringConstraints(max_length=4096)] = ""
     whole: bool = False
 
 
@@ -180,9 +183,12 @@ def accept(
     registry: Registry,
     request: Ask,
     endpoint: Endpoint,
-    transport: str,
-    whole: bool,
     deadline: Deadline,
+    *,
+    transport: str,
+    offer: str,
+    reason: str,
+    whole: bool,
 ) -> str:
     """Answer a request with a yes and wait for the confirmation; the transport's ticket.
 
@@ -196,6 +202,8 @@ def accept(
         nonce=nonce,
         endpoint=endpoint,
         transport=transport,
+        offer=offer,
+        reason=reason[:512],
         whole=whole,
     )
     registry.push(mailbox(request.request), answer.model_dump_json().encode(), deadline)

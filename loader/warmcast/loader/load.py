@@ -17,7 +17,6 @@ has them there is no honest way left, and :class:`RestartRequired` says so.
 
 from __future__ import annotations
 
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -31,12 +30,14 @@ from torch import nn
 from warmcast.loader.change import Change, published_truth, shadow
 from warmcast.loader.containers import State, collect
 from warmcast.loader.errors import (
+    PartyBroken,
     PeerBusy,
     PeerError,
     PeerSilent,
     RestartRequired,
     SkeletonMismatch,
     TransferFailed,
+    TransportUnusable,
     WeightVerificationError,
 )
 from warmcast.loader.plan import Plan, Targets, make_plan, plan_changed
@@ -63,7 +64,14 @@ ATTEMPTS = 3
 
 _AGAIN, _ORIGIN = "again", "origin"
 
-_ANOTHER = (NoSender, PeerSilent, TransferFailed, WeightVerificationError)
+_ANOTHER = (
+    NoSender,
+    PartyBroken,
+    PeerSilent,
+    TransferFailed,
+    TransportUnusable,
+    WeightVerificationError,
+)
 """Problems after which a sender, if there is one that has not failed, is asked at once."""
 
 
@@ -262,8 +270,8 @@ class Walk:
                     if isinstance(filled, _Filled):
                         return filled
                     problem = filled.problem
-                    if problem is not None and not isinstance(problem, PeerSilent):
-                        peers.blame(source.name)
+                    if problem is not None:
+                        peers.blame(source, problem)
                 failures += met.value is not None
                 step = ""
                 if self._group.rank == 0:
@@ -301,7 +309,8 @@ class Walk:
             plan = plan_changed(goal.state, truths)
         source = peers.find(self._job(manifest, plan, goal.identity), limit)
         stack.callback(source.abandon)
-        note.yes(f"{source.name} answers, over {source.transport}")
+        why = f" ({source.reason})" if source.reason else ""
+        note.yes(f"{source.name} answers, over {source.transport}{why}")
         return plan, source
 
     def _next(
@@ -444,10 +453,12 @@ def _forget(cause: BaseException | None) -> None:
 
 
 def _fill(source: Source, targets: Targets, limit: Deadline, note: Note) -> None:
-    began = time.monotonic()
-    source.fill(targets, limit)
-    rate = targets.plan.nbytes / max(time.monotonic() - began, 1e-9) / 1e9
-    note.yes(f"{targets.plan.nbytes:,} bytes at {rate:.2f} GB/s")
+    moving = max(source.fill(targets, limit), 1e-9)
+    note.yes(
+        f"{targets.plan.nbytes:,} bytes in {moving:.3f} s, "
+        f"{targets.plan.nbytes / moving / 1e9:.2f} GB/s"
+    )
+    note.moving = moving
 
 
 def _verify(targets: Targets, deadline: Deadline, note: Note) -> Verified:

@@ -15,12 +15,16 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One branch of the tree: what was tried, for how long (seconds), and how it came out."""
+    """One branch of the tree: what was tried, for how long (seconds), and how it came out.
+
+    ``moving`` are the seconds in which weights moved, in a stage that moves any.
+    """
 
     name: str
     outcome: str
     reason: str
     seconds: float
+    moving: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +96,8 @@ class Journal:
             note.no(str(cause) or type(cause).__name__)
             raise
         finally:
-            self.stages.append(Stage(name, note.outcome, note.reason, time.monotonic() - began))
+            seconds = time.monotonic() - began
+            self.stages.append(Stage(name, note.outcome, note.reason, seconds, note.moving))
 
     def lines(self) -> list[str]:
         """The tree so far, as lines of text."""
@@ -102,11 +107,12 @@ class Journal:
 class Note:
     """How a stage came out: yes, unless it is told otherwise."""
 
-    __slots__ = ("outcome", "reason")
+    __slots__ = ("moving", "outcome", "reason")
 
     def __init__(self) -> None:
         self.outcome = "yes"
         self.reason = ""
+        self.moving: float | None = None
 
     def yes(self, reason: str) -> None:
         """The stage came out well, and this is worth knowing."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -138,7 +138,9 @@ class Sender:
 
     def _answer(self, request: Ask) -> None:
         deadline = Deadline.after(handshake.SENDER_PATIENCE + CALL)
-        transport, reason = choose(self._transports, self._endpoint, request.endpoint)
+        whole = request.arena and bool(self._offer.segments)
+        regions = _regions(self._offer, whole=whole)
+        transport, reason = choose(self._transports, self._endpoint, request.endpoint, regions)
         if (request.identity, request.layout) != (self._offer.identity, self._offer.layout):
             transport, reason = None, "this sender has other weights, or other tensors of them"
         if transport is None:
@@ -150,32 +152,48 @@ class Sender:
             return
         # The handshake ends in the transfer's own thread: a receiver confirms when its whole group
         # has met senders, and one whose group waits for another would keep that one waiting.
+        lifeline = Lifeline(self._registry, request.request, "sender", "receiver")
+        transfer = Transfer(
+            request.request,
+            regions,
+            self._device,
+            self._registry,
+            address_for(self._registry.url),
+            Deadline.after(min(request.seconds, MAX_TRANSFER)),
+            partial(self._going_on, lifeline),
+        )
+        accept = partial(
+            handshake.accept,
+            self._registry,
+            request,
+            self._endpoint,
+            deadline,
+            transport=transport.name,
+            reason=reason,
+            whole=whole,
+        )
         thread = threading.Thread(
             target=self._transfer,
-            args=(request, transport, deadline),
+            args=(request, transport, transfer, lifeline, accept),
             name="warmcast-transfer",
             daemon=True,
         )
         self._transfers.add(thread)
         thread.start()
 
-    def _transfer(self, request: Ask, transport: Transport, deadline: Deadline) -> None:
-        whole = request.arena and bool(self._offer.segments)
+    def _transfer(
+        self,
+        request: Ask,
+        transport: Transport,
+        transfer: Transfer,
+        lifeline: Lifeline,
+        accept: Callable[..., str],
+    ) -> None:
         try:
-            ticket = handshake.accept(
-                self._registry, request, self._endpoint, transport.name, whole, deadline
-            )
-            with Lifeline(self._registry, request.request, "sender", "receiver").kept() as lifeline:
-                transfer = Transfer(
-                    request.request,
-                    _regions(self._offer, whole=whole),
-                    self._device,
-                    self._registry,
-                    address_for(self._registry.url),
-                    Deadline.after(min(request.seconds, MAX_TRANSFER)),
-                    partial(self._going_on, lifeline),
-                )
-                transport.send(transfer, ticket)
+            with transport.sending(transfer) as sending:
+                ticket = accept(offer=sending.offer)
+                with lifeline.kept():
+                    sending.run(ticket)
             self._served += 1
             log.info("sent %d bytes to %s", transfer.nbytes, request.endpoint.worker)
         except WarmcastError as cause:

@@ -210,7 +210,7 @@ class _Moments:
         """A transport looks for the peer's signs of life before each piece."""
         original = getattr(owner, name)
 
-        def wrapped(transport: Any, transfer: Any, ticket: str) -> None:
+        def wrapped(transport: Any, transfer: Any, *rest: Any) -> Any:
             count = itertools.count()
 
             def alive() -> None:
@@ -218,7 +218,7 @@ class _Moments:
                 if next(count) == 1:
                     self.reach(moment)
 
-            original(transport, replace(transfer, alive=alive), ticket)
+            return original(transport, replace(transfer, alive=alive), *rest)
 
         setattr(owner, name, wrapped)
 
@@ -241,10 +241,10 @@ def main(
     halts.before(Registry, "pop", "answered", lambda _, box, *rest: box.endswith(":confirm"))
     halts.after(handshake, "accept", "confirmed", lambda ticket: True)
     halts.after(_RegistryStore, "set", "addressed", lambda _: True)
-    halts.midway(Gloo, "send", "sending")
+    halts.midway(Gloo, "sending", "sending")
     halts.before(peer, "ask", "found", lambda *args: True)
     halts.after(peer, "ask", "agreed", lambda agreement: True)
-    halts.midway(Gloo, "receive", "receiving")
+    halts.midway(Gloo, "receiving", "receiving")
     halts.before(Watch, "wait", "waiting", lambda *args: True)
     halts.after(Registry, "acquire", "leased", lambda lease: lease is not None)
     halts.before(Origin, "read_blob", "reading", lambda *args: True)

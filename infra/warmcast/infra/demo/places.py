@@ -47,4 +47,4 @@ def _peers_on_one_gpu() -> bool:
         nccl="",
         transports=tuple(transport.name for transport in transports),
     )
-    return choose(transports, endpoint, endpoint)[0] is not None
+    return choose(transports, endpoint, endpoint, ())[0] is not None

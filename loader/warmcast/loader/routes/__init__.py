@@ -33,13 +33,20 @@ class Job:
 
 
 class Source(Protocol):
-    """Somebody who has the bytes and is ready to give them."""
+    """Somebody who has the bytes and is ready to give them.
+
+    ``reason`` tells why a better transport was not taken; it is empty where there is none.
+    """
 
     name: str
     transport: str | None
+    reason: str
 
-    def fill(self, targets: Targets, deadline: Deadline) -> None:
-        """Fill every target. After an error the targets are worth nothing."""
+    def fill(self, targets: Targets, deadline: Deadline) -> float:
+        """Fill every target; the seconds in which bytes moved, without preparations.
+
+        After an error the targets are worth nothing.
+        """
 
     def abandon(self) -> None:
         """Give up what was begun with the source, which will not be filled from."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from warmcast.loader.errors import SkeletonMismatch
 from warmcast.loader.plan import Targets
 from warmcast.loader.routes import Job, Source
@@ -30,14 +32,17 @@ class OriginRoute:
 
 class _OriginSource:
     transport: str | None = None
+    reason = ""
 
     def __init__(self, origin: Origin, manifest: Manifest) -> None:
         self._origin = origin
         self._manifest = manifest
         self.name = origin.url
 
-    def fill(self, targets: Targets, deadline: Deadline) -> None:
+    def fill(self, targets: Targets, deadline: Deadline) -> float:
+        began = time.monotonic()
         stream(self._origin, self._manifest, targets, deadline)
+        return time.monotonic() - began
 
     def abandon(self) -> None:
         """Nothing was begun."""

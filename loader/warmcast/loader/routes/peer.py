@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from warmcast.loader.address import address_for
-from warmcast.loader.errors import PeerBusy, PeerError, PeerRefused, PeerSilent
+from warmcast.loader.errors import (
+    PartyBroken,
+    PeerBusy,
+    PeerError,
+    PeerRefused,
+    PeerSilent,
+    TransportUnusable,
+)
 from warmcast.loader.handshake import (
     RECEIVER_PATIENCE,
     SENDER_PATIENCE,
@@ -40,6 +47,7 @@ class PeerRoute:
         self._endpoint = endpoint
         self._transports = {transport.name: transport for transport in transports}
         self._failed: set[str] = set()
+        self._unusable: set[tuple[str, str]] = set()
 
     def find(self, job: Job, deadline: Deadline) -> Source:
         """Shake hands with a sender.
@@ -75,15 +83,20 @@ class PeerRoute:
         senders = self._registry.senders(identity, deadline)
         return any(sender.sender not in self._failed for sender in senders)
 
-    def blame(self, sender: str) -> None:
-        """Do not ask this sender again: what it sent was wrong, or did not arrive."""
-        self._failed.add(sender)
+    def blame(self, source: Source, problem: Exception) -> None:
+        """Do not ask this sender again, or not for this transport, if that is what failed."""
+        if isinstance(problem, TransportUnusable) and source.transport is not None:
+            self._unusable.add((source.name, source.transport))
+        elif not isinstance(problem, (PeerSilent, PartyBroken)):
+            self._failed.add(source.name)
 
     def _meet(self, job: Job, sender: Presence, deadline: Deadline, patience: float) -> Source:
+        names = self._endpoint.transports
+        usable = tuple(name for name in names if (sender.sender, name) not in self._unusable)
         agreement = ask(
             self._registry,
             sender,
-            self._endpoint,
+            self._endpoint.model_copy(update={"transports": usable}),
             job.plan.layout,
             deadline,
             arena=job.arena,
@@ -117,14 +130,15 @@ class PeerSource:
         self._agreement = agreement
         self._transport = transport
         self._job = job
-        self.sender = sender.sender
         self.name = sender.sender
         self.transport: str | None = transport.name
+        self.reason = agreement.answer.reason
         self._waits = Deadline.after(SENDER_PATIENCE)
 
-    def fill(self, targets: Targets, deadline: Deadline) -> None:
-        """Confirm, and receive. Raises :class:`TransferFailed`, :class:`RegistryUnavailable`, and
-        :class:`PeerSilent` if the sender has waited for too long: it can be asked again.
+    def fill(self, targets: Targets, deadline: Deadline) -> float:
+        """Confirm, and receive. Raises :class:`TransferFailed`, :class:`TransportUnusable`,
+        :class:`RegistryUnavailable`, and :class:`PeerSilent` if the sender has waited for too
+        long: it can be asked again.
         """
         if self._waits.expired:
             raise PeerSilent(
@@ -132,24 +146,22 @@ class PeerSource:
                 expected=f"the group to be ready within {SENDER_PATIENCE:g} s",
                 found="it took longer, and the sender no longer waits",
             )
-        ticket = self._transport.ticket()
-        try:
-            confirm(self._registry, self._agreement, ticket, deadline)
-        except BaseException:
-            self._transport.discard(ticket)
-            raise
+        answer = self._agreement.answer
         request = self._agreement.ask.request
-        with Lifeline(self._registry, request, "receiver", "sender").kept() as lifeline:
-            transfer = Transfer(
-                request,
-                targets.regions(whole=self._agreement.answer.whole),
-                self._job.device,
-                self._registry,
-                address_for(self._registry.url),
-                deadline,
-                lifeline.check,
-            )
-            self._transport.receive(transfer, ticket)
+        lifeline = Lifeline(self._registry, request, "receiver", "sender")
+        transfer = Transfer(
+            request,
+            targets.regions(whole=answer.whole),
+            self._job.device,
+            self._registry,
+            address_for(self._registry.url),
+            deadline,
+            lifeline.check,
+        )
+        with self._transport.receiving(transfer, answer.offer) as receiving:
+            confirm(self._registry, self._agreement, receiving.ticket, deadline)
+            with lifeline.kept():
+                return receiving.run()
 
     def abandon(self) -> None:
         """Nothing was allocated: the sender stops waiting after its second."""

@@ -8,7 +8,9 @@ receiver's from the sender's, in order. It checks nothing: the loader verifies w
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from warmcast.loader.registry import Registry, Text
 from warmcast.manifests.deadline import Deadline
+from warmcast.manifests.errors import UsageError
 from warmcast.manifests.manifest import Record
 
 
@@ -57,8 +60,36 @@ class Transfer:
         return sum(region.numel() for region in self.regions)
 
 
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """The sender's side of a transfer, ready to begin.
+
+    ``offer`` goes to the receiver with the answer. ``run`` takes the receiver's ticket and returns
+    when the receiver has everything; it raises :class:`TransferFailed`.
+    """
+
+    offer: str
+    run: Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Receiving:
+    """The receiver's side of a transfer, ready to begin.
+
+    ``ticket`` goes to the sender with the confirmation. ``run`` fills the regions and returns the
+    seconds in which bytes moved, without what it took to get at them; it raises
+    :class:`TransferFailed`, and the regions are then worth nothing.
+    """
+
+    ticket: str
+    run: Callable[[], float]
+
+
 class Transport(Protocol):
-    """A way across. A new transport is one file beside this one and a line in ``_TRANSPORTS``."""
+    """A way across. A new transport is one file beside this one and a line in ``_TRANSPORTS``.
+
+    One object serves one sender, or one load.
+    """
 
     name: str
 
@@ -68,46 +99,64 @@ class Transport(Protocol):
     def objection(self, mine: Endpoint, theirs: Endpoint) -> str | None:
         """Why these two workers cannot use it together; None if they can."""
 
-    def ticket(self) -> str:
-        """What the sender needs to meet the receiver, made by the receiver after the answer."""
+    def unfit(self, regions: Sequence[Tensor]) -> str | None:
+        """Why this memory cannot be sent from; None if it can."""
 
-    def discard(self, ticket: str) -> None:
-        """End what :meth:`ticket` started, for a transfer that will not be."""
+    def sending(self, transfer: Transfer) -> AbstractContextManager[Sending]:
+        """Prepare to send; the context ends what was begun, however the transfer ended."""
 
-    def receive(self, transfer: Transfer, ticket: str) -> None:
-        """Fill the regions. Raises :class:`TransferFailed`; the regions are then worth nothing."""
+    def receiving(self, transfer: Transfer, offer: str) -> AbstractContextManager[Receiving]:
+        """Prepare to receive what a sender offers; the context ends what was begun.
 
-    def send(self, transfer: Transfer, ticket: str) -> None:
-        """Send the regions. Raises :class:`TransferFailed`."""
+        Raises :class:`TransportUnusable` where this receiver cannot take the offer.
+        """
 
 
 # In order of preference.
 _TRANSPORTS = {
+    "ipc": "warmcast.loader.transports.ipc:Ipc",
     "nccl": "warmcast.loader.transports.nccl:Nccl",
     "gloo": "warmcast.loader.transports.gloo:Gloo",
 }
 
 
 def transports_for(device: torch.device) -> tuple[Transport, ...]:
-    """The transports that this worker can use for tensors on ``device``, the best first."""
+    """The transports that this worker can use for tensors on ``device``, the best first.
+
+    WARMCAST_TRANSPORTS (``nccl,gloo``) limits them; raises :class:`UsageError` for an unknown one.
+    """
     found = []
-    for target in _TRANSPORTS.values():
-        module, _, name = target.partition(":")
-        transport: Transport = getattr(importlib.import_module(module), name)()
+    for name in _allowed():
+        module, _, attribute = _TRANSPORTS[name].partition(":")
+        transport: Transport = getattr(importlib.import_module(module), attribute)()
         if transport.usable(device):
             found.append(transport)
     return tuple(found)
 
 
+def _allowed() -> list[str]:
+    text = os.environ.get("WARMCAST_TRANSPORTS", "")
+    named = {name.strip() for name in text.split(",")} if text else set(_TRANSPORTS)
+    if not named <= set(_TRANSPORTS):
+        raise UsageError(
+            "WARMCAST_TRANSPORTS",
+            expected=f"names of {', '.join(_TRANSPORTS)}",
+            found=repr(text),
+        )
+    return [name for name in _TRANSPORTS if name in named]
+
+
 def choose(
-    mine: Sequence[Transport], here: Endpoint, there: Endpoint
+    mine: Sequence[Transport], here: Endpoint, there: Endpoint, regions: Sequence[Tensor]
 ) -> tuple[Transport | None, str]:
-    """The best transport that both have and none objects to, and why those before it fell out."""
+    """The best transport that both have, none objects to and that can send from this memory; and
+    why those before it fell out.
+    """
     reasons = []
     for transport in mine:
         if transport.name not in there.transports:
             reasons.append(f"{transport.name}: the peer does not have it")
-        elif problem := transport.objection(here, there):
+        elif problem := transport.objection(here, there) or transport.unfit(regions):
             reasons.append(f"{transport.name}: {problem}")
         else:
             return transport, "; ".join(reasons)

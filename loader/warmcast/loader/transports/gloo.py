@@ -8,7 +8,9 @@ which the registry is reached.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +20,7 @@ from torch._C._distributed_c10d import Store
 
 from warmcast.loader.errors import RegistryUnavailable, TransferFailed
 from warmcast.loader.registry import Registry, mailbox
-from warmcast.loader.transports import Endpoint, Transfer
+from warmcast.loader.transports import Endpoint, Receiving, Sending, Transfer
 from warmcast.manifests.deadline import Deadline
 
 _PIECE = 16 << 20
@@ -46,20 +48,29 @@ class Gloo:
         """Both have to be on their CPU."""
         return None if theirs.device == "cpu" else f"the peer's weights are on {theirs.device}"
 
-    def ticket(self) -> str:
-        """Nothing: both know the request, under which they find each other."""
-        return ""
+    def unfit(self, regions: Sequence[torch.Tensor]) -> str | None:
+        """All memory can be sent."""
+        return None
 
-    def discard(self, ticket: str) -> None:
-        """Nothing was started."""
+    @contextmanager
+    def sending(self, transfer: Transfer) -> Iterator[Sending]:
+        """Nothing to offer: both know the request, under which they find each other."""
 
-    def receive(self, transfer: Transfer, ticket: str) -> None:
-        """Fill the regions from the sender."""
-        self._run(transfer, _RECEIVER, lambda pair, piece: pair.recv([piece], _SENDER, 0))
+        def send(_ticket: str) -> None:
+            self._run(transfer, _SENDER, lambda pair, piece: pair.send([piece], _RECEIVER, 0))
 
-    def send(self, transfer: Transfer, ticket: str) -> None:
-        """Send the regions to the receiver."""
-        self._run(transfer, _SENDER, lambda pair, piece: pair.send([piece], _RECEIVER, 0))
+        yield Sending("", send)
+
+    @contextmanager
+    def receiving(self, transfer: Transfer, offer: str) -> Iterator[Receiving]:
+        """Nothing to hand over."""
+
+        def receive() -> float:
+            began = time.monotonic()
+            self._run(transfer, _RECEIVER, lambda pair, piece: pair.recv([piece], _SENDER, 0))
+            return time.monotonic() - began
+
+        yield Receiving("", receive)
 
     def _run(self, transfer: Transfer, rank: int, move: Callable[[Any, torch.Tensor], Any]) -> None:
         store = _RegistryStore(transfer.registry, transfer.request, transfer.deadline)

@@ -11,12 +11,13 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from warmcast.loader.errors import TransferFailed
-from warmcast.loader.transports import Endpoint, Transfer
+from warmcast.loader.transports import Endpoint, Receiving, Sending, Transfer
 from warmcast.loader.transports import nccl_library as nccl
 
 _SENDER, _RECEIVER = 0, 1
@@ -46,26 +47,33 @@ class Nccl:
             return "both are on one GPU"
         return None
 
-    def ticket(self) -> str:
-        """A unique id, made by the receiver: an id that nobody joins leaks a thread."""
-        return nccl.unique_id().hex()
+    def unfit(self, regions: Sequence[torch.Tensor]) -> str | None:
+        """All memory of a GPU can be sent."""
+        return None
 
-    def receive(self, transfer: Transfer, ticket: str) -> None:
-        """Fill the regions from the sender."""
-        unique = _unique(ticket)
-        try:
+    @contextmanager
+    def sending(self, transfer: Transfer) -> Iterator[Sending]:
+        """Nothing to offer: the receiver makes what both need."""
+        yield Sending("", lambda ticket: _run(transfer, _unique(ticket), _SENDER))
+
+    @contextmanager
+    def receiving(self, transfer: Transfer, offer: str) -> Iterator[Receiving]:
+        """The ticket is a unique id, made by the receiver: one that nobody joins leaks a thread."""
+        unique = nccl.unique_id()
+        joined = False
+
+        def receive() -> float:
+            nonlocal joined
+            began = time.monotonic()
             _run(transfer, unique, _RECEIVER)
-        except BaseException:
-            nccl.release(unique)
-            raise
+            joined = True
+            return time.monotonic() - began
 
-    def send(self, transfer: Transfer, ticket: str) -> None:
-        """Send the regions to the receiver."""
-        _run(transfer, _unique(ticket), _SENDER)
-
-    def discard(self, ticket: str) -> None:
-        """End what :meth:`ticket` started, for a transfer that will not be."""
-        nccl.release(_unique(ticket))
+        try:
+            yield Receiving(unique.hex(), receive)
+        finally:
+            if not joined:
+                nccl.release(unique)
 
 
 def _unique(ticket: str) -> bytes:
