@@ -171,6 +171,7 @@ class Listener:
 
     def __init__(self) -> None:
         self.address = Address(name=f"warmcast-{secrets.token_hex(8)}", token=secrets.token_hex(16))
+        self._ended = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
         try:
@@ -186,7 +187,7 @@ class Listener:
         None if none came in time, or the listener was ended. Whoever shows another token, or
         nothing within a second, is sent away.
         """
-        while not deadline.expired:
+        while not (self._ended or deadline.expired):
             try:
                 connection, _ = self._socket.accept()
             except BlockingIOError:
@@ -204,6 +205,7 @@ class Listener:
 
     def end(self) -> None:
         """Take nobody more; a thread that waits in :meth:`accept` is woken."""
+        self._ended = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
