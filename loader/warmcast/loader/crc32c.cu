@@ -1,17 +1,20 @@
 // The CRC32C of many buffers at the memory's speed, and their sampled elements.
 //
-// A buffer is cut into segments; a block takes one segment after another. Within a segment the
-// 16-byte groups are dealt to the block's lanes in turn, so that loads are coalesced: lane t takes
-// the groups at t * 16 + row * ROW. CRC is linear over GF(2), so each of a lane's four words keeps
-// a state of its own, advanced by one whole row a step:
+// crc32c_list cuts each buffer into segments; a block of crc32c_segments takes one segment after
+// another; crc32c_buffers brings them together. Within a segment the 16-byte groups are dealt to the
+// block's lanes in turn, so that loads are coalesced: lane t takes the groups at t * 16 + row * ROW.
+// CRC is linear over GF(2), so each of a lane's four words keeps a state of its own, advanced by one
+// whole row a step:
 //
 //     state = A(state ^ word),   A = multiplication by x^(8 * ROW) modulo the polynomial
 //
 // A is four look-ups in tables of 256 entries, one a byte of the state. The tables stand 32 times in
-// shared memory (less often where it is small), once a bank, so that no two lanes of a warp conflict. What is left at the end is
-// brought to the end of the segment's last row by constant powers of x and added up (exclusive or);
-// a second kernel brings each segment to the end of its buffer. Zeros behind a buffer's end count as
-// data here; the second kernel divides them out again, x being invertible modulo the polynomial.
+// shared memory (less often where it is small), once a bank, so that no two lanes of a warp conflict.
+// What is left at the end is brought to the end of the segment's last row by constant powers of x and
+// added up (exclusive or); crc32c_buffers brings each segment to the end of its buffer. Zeros behind
+// a buffer's end count as data until then; there they are divided out again, x being invertible
+// modulo the polynomial. Bytes before a buffer's beginning, which its first group has where the
+// address is no multiple of 16, are cancelled by a state that begins with them.
 //
 // Polynomials are bit-reflected: 1 << 31 is 1, 1 << 30 is x.
 
@@ -19,7 +22,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 
 // Given by who compiles: SEGMENT, in bytes, a multiple of ROW; COPIES of the tables, a power of two
-// up to 32, as many as shared memory has room for.
+// up to 32, as many as shared memory has room for; SAMPLES of a tensor.
 #define SHIFT (COPIES == 32 ? 7 : COPIES == 16 ? 6 : 5)
 #define LANES 1024
 #define ROW (LANES * 16ull)
@@ -73,28 +76,71 @@ __device__ uint4 partial(const unsigned char* at, long long length) {
   s2 = advance(bank, s2 ^ (group).z);        \
   s3 = advance(bank, s3 ^ (group).w);
 
-// Of each segment its address, a multiple of 16, and the bytes from there to its buffer's end.
-// tables: 4 x 256, A's; lane_powers: x^(128 * (LANES - 1 - lane)); raw: a result a segment.
+// A batch's memory, in 64-bit words: how many segments are listed and how many were taken, both 0 at
+// first; of each buffer its address and its length in bytes; then what crc32c_list fills in, of each
+// segment its address, the bytes from there to its buffer's end, and its buffer, marked where the
+// segment is that buffer's first; and the segments' results.
+struct Batch {
+  u64 *listed, *taken;
+  const u64 *rows;
+  u64 *addresses, *to_end, *owners;
+  u32* raw;
+
+  // capacity: of segments, at least as many as the buffers are cut into.
+  __device__ Batch(u64* memory, u64 buffers, u64 capacity)
+      : listed(memory), taken(memory + 1), rows(memory + 2), addresses(memory + 2 + 2 * buffers),
+        to_end(addresses + capacity), owners(to_end + capacity), raw((u32*)(owners + capacity)) {}
+};
+
+// One block a buffer. All segments but a buffer's first begin at a multiple of 16.
+extern "C" __global__ void crc32c_list(u64* memory, u64 buffers, u64 capacity, u32* crcs) {
+  const Batch batch(memory, buffers, capacity);
+  const u64 buffer = blockIdx.x, address = batch.rows[buffer];
+  const u64 skip = address & 15, nbytes = batch.rows[buffers + buffer];
+  const u64 segments = nbytes ? (skip + nbytes + SEGMENT - 1) / SEGMENT : 0;
+  __shared__ u64 first;
+  if (threadIdx.x == 0) {
+    first = atomicAdd(batch.listed, segments);
+    crcs[buffer] = 0;
+  }
+  __syncthreads();
+  for (u64 i = threadIdx.x; i < segments; i += blockDim.x) {
+    const u64 begin = i ? i * SEGMENT - skip : 0;
+    batch.addresses[first + i] = address + begin;
+    batch.to_end[first + i] = nbytes - begin;
+    batch.owners[first + i] = i ? buffer : buffer | FIRST;
+  }
+}
+
+// constants: tables, 4 x 256, A's; lane powers, x^(128 * (LANES - 1 - lane)); squares, x^(2^i) for i
+// below 31.
 extern "C" __global__ void __launch_bounds__(LANES, 1)
-crc32c_segments(const u64* addresses, const u64* to_end, u64 count, const u32* tables,
-                const u32* lane_powers, u32* raw, u32* next_segment) {
+crc32c_segments(u64* memory, u64 buffers, u64 capacity, const u32* constants) {
   extern __shared__ u32 shared[];  // 4 * 256 * COPIES words
   __shared__ u32 sums[32];
   __shared__ u64 upcoming;
+  const Batch batch(memory, buffers, capacity);
+  const u64 count = *batch.listed;
   const int lane = threadIdx.x;
-  const u32 entry = tables[lane];
+  const u32 entry = constants[lane];
   for (int i = 0; i < COPIES; i++) shared[lane * COPIES + (lane + i) % COPIES] = entry;
   const char* bank = (const char*)(shared + lane % COPIES);
-  const u32 lane_power = lane_powers[lane];
+  const u32 lane_power = constants[1024 + lane];
   u64 segment = blockIdx.x;
   __syncthreads();
   while (segment < count) {
-    if (lane == 0) upcoming = gridDim.x + atomicAdd(next_segment, 1u);
-    const unsigned char* at = (const unsigned char*)addresses[segment];
-    const u64 nbytes = min(to_end[segment], (u64)SEGMENT);
+    if (lane == 0) upcoming = gridDim.x + atomicAdd(batch.taken, 1ull);
+    const u64 address = batch.addresses[segment];
+    const u64 skip = address & 15;
+    const unsigned char* at = (const unsigned char*)(address - skip);
+    const u64 nbytes = min(batch.to_end[segment] + skip, (u64)SEGMENT);
     const u64 rows = (nbytes + ROW - 1) / ROW;
     const uint4* group = (const uint4*)at + lane;
     u32 s0 = 0, s1 = 0, s2 = 0, s3 = 0;
+    if (skip && lane == 0) {
+      const uint4 before = partial(at, skip);
+      s0 = before.x, s1 = before.y, s2 = before.z, s3 = before.w;
+    }
     u64 row = 0;
     if (rows > 4) {
       // The next four groups are on their way while these four are worked on.
@@ -130,38 +176,45 @@ crc32c_segments(const u64* addresses, const u64* to_end, u64 count, const u32* t
     __syncthreads();
     if (lane < 32) {
       sum = __reduce_xor_sync(~0u, sums[lane]);
-      if (lane == 0) raw[segment] = sum;
+      if (lane == 0) batch.raw[segment] = sum;
     }
     segment = upcoming;
     __syncthreads();
   }
 }
 
-// One warp a segment; buffers: the segment's buffer, and whether it is that buffer's first (FIRST).
-// squares: x^(2^i) for i below 31. crcs start at 0.
-extern "C" __global__ void crc32c_buffers(const u64* to_end, const u64* buffers, u64 count,
-                                          const u32* raw, const u32* squares, u32* crcs) {
+// One warp a segment.
+extern "C" __global__ void crc32c_buffers(u64* memory, u64 buffers, u64 capacity,
+                                          const u32* constants, u32* crcs) {
+  const Batch batch(memory, buffers, capacity);
+  const u32* squares = constants + 2048;
   const u64 segment = ((u64)blockIdx.x * blockDim.x + threadIdx.x) / 32;
-  if (segment >= count) return;
-  const long long after = (long long)to_end[segment];
+  if (segment >= *batch.listed) return;
+  const u64 to_end = batch.to_end[segment], owner = batch.owners[segment];
+  const long long after = (long long)(to_end + (batch.addresses[segment] & 15));
   const long long covered = (long long)((min((u64)after, (u64)SEGMENT) + ROW - 1) / ROW * ROW);
   // Negative where the last row reaches past the buffer's end: those zeros are divided out.
   const long long bits = (after - covered) * 8 % ORDER;
-  u32 sum = multiply(raw[segment], power(bits < 0 ? bits + ORDER : bits, squares));
+  u32 sum = multiply(batch.raw[segment], power(bits < 0 ? bits + ORDER : bits, squares));
   // The register starts with ones, and is inverted at the end.
-  const u32 start = multiply(~0u, power(after * 8 % ORDER, squares));
-  if (buffers[segment] & FIRST) sum ^= ~start;
-  if ((threadIdx.x & 31) == 0) atomicXor(crcs + (buffers[segment] & ~FIRST), sum);
+  if (owner & FIRST) sum ^= ~multiply(~0u, power(to_end * 8 % ORDER, squares));
+  if ((threadIdx.x & 31) == 0) atomicXor(crcs + (owner & ~FIRST), sum);
 }
 
-// One block a buffer, whose row is (address, bytes an element, elements, its first place in
-// `indices`, its first place in `out`): the elements at those indices, one after another.
-extern "C" __global__ void gather(const u64* rows, const u64* indices, unsigned char* out) {
-  const u64* row = rows + 5 * blockIdx.x;
-  const u64 width = row[1];
-  for (u64 i = threadIdx.x; i < row[2]; i += blockDim.x) {
-    const unsigned char* from = (const unsigned char*)row[0] + indices[row[3] + i] * width;
-    unsigned char* to = out + row[4] + i * width;
-    for (u64 byte = 0; byte < width; byte++) to[byte] = from[byte];
+// One block a tensor, whose row is (address, bytes an element, elements, its first draw): its
+// sampled elements, one after another, at `stride` bytes times its number in `out`. A tensor of up
+// to SAMPLES elements is taken whole; of another one element is drawn from each of SAMPLES strata.
+extern "C" __global__ void gather(const u64* rows, const u64* draws, unsigned char* out,
+                                  u64 stride) {
+  const u64* row = rows + 4 * blockIdx.x;
+  const u64 width = row[1], count = row[2], i = threadIdx.x;
+  if (i >= min(count, (u64)SAMPLES)) return;
+  u64 element = i;
+  if (count > SAMPLES) {
+    const u64 begin = i * count / SAMPLES, end = (i + 1) * count / SAMPLES;
+    element = begin + __umul64hi(draws[row[3] + i], end - begin);
   }
+  const unsigned char* from = (const unsigned char*)row[0] + element * width;
+  unsigned char* to = out + blockIdx.x * stride + i * width;
+  for (u64 byte = 0; byte < width; byte++) to[byte] = from[byte];
 }

@@ -7,21 +7,21 @@ not, the bytes are checked on the CPU (see :mod:`verify`).
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import threading
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.resources import files
-from itertools import pairwise, repeat
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from warmcast.loader.containers import host_view
 from warmcast.manifests import sampling
 from warmcast.manifests.checksum import multiply, power_of_x
 
@@ -32,25 +32,21 @@ _ROW = 16 * _LANES
 _SEGMENT = 2 << 20
 """Bytes of a segment: enough rows to amortise its end, enough segments to share out evenly."""
 
-_BATCH = 1024
-"""Segments a launch, at least: enough for the GPU to be busy while the next are listed."""
-
-_ALIGNMENT = 16
-_FIRST = 1 << 63
+_FIRST_BATCH = 256
+"""Tensors of the first batch: soon listed, and enough to keep the GPU busy meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Kernels:
     """The compiled kernels of one GPU, and the constants that they read, on that GPU."""
 
+    listing: Any
     segments: Any
     buffers: Any
     gather: Any
     shared: int
     blocks: int
-    tables: Tensor
-    lane_powers: Tensor
-    squares: Tensor
+    constants: Tensor
 
 
 def available(device: torch.device) -> bool:
@@ -76,105 +72,138 @@ def compiling(device: torch.device) -> Iterator[None]:
 
 
 def crc32cs(data: Sequence[Tensor]) -> list[int]:
-    """The CRC32C of each of some 1-D uint8 tensors of one GPU, in few launches.
+    """The CRC32C of each of some contiguous tensors of one GPU."""
+    return start_crc32cs(data)()
 
-    Runs on the current stream and waits for it. Tensors whose address is not a multiple of 16
-    are copied first.
+
+def start_crc32cs(data: Sequence[Tensor]) -> Callable[[], list[int]]:
+    """Let the current stream compute the CRC32C of contiguous tensors; call the result to have it.
+
+    The tensors have to be left alone until then. They may begin at any address.
     """
     device = data[0].device
     kernels = _kernels(device)
     assert kernels is not None  # noqa: S101  (callers ask available() first)
-    copies = []  # kept until the kernels have run
-    # One place more than results: the counter from which blocks take their next segment.
-    crcs = torch.zeros(len(data) + 1, dtype=torch.int32, device=device)
-    addresses, to_end, buffers = array("q"), array("q"), array("Q")
-    for number, tensor in enumerate(data):
-        address, nbytes = tensor.data_ptr(), tensor.numel()
-        if address % _ALIGNMENT:
-            copies.append(tensor.clone())
-            address = copies[-1].data_ptr()
-        if not nbytes:
-            continue
-        buffers.append(_FIRST | number)
-        if nbytes <= _SEGMENT:
-            addresses.append(address)
-            to_end.append(nbytes)
-        else:
-            addresses.extend(range(address, address + nbytes, _SEGMENT))
-            to_end.extend(range(nbytes, 0, -_SEGMENT))
-            buffers.extend(repeat(number, len(to_end) - len(buffers)))
-        if len(to_end) >= _BATCH:
-            # The GPU works on these while the rest is listed.
-            _run_segments(kernels, (addresses, to_end, buffers), crcs)
-            addresses, to_end, buffers = array("q"), array("q"), array("Q")
-    if to_end:
-        _run_segments(kernels, (addresses, to_end, buffers), crcs)
-    return [crc & 0xFFFFFFFF for crc in crcs[: len(data)].tolist()]
+    crcs = torch.empty(len(data), dtype=torch.int32, device=device)
+    # The GPU works on the first while the host lists the rest.
+    begin, length = 0, _FIRST_BATCH
+    while begin < len(data):
+        _start_batch(kernels, data[begin : begin + length], crcs[begin:])
+        begin += length
+        length *= 2
+    host = _pinned(4 * len(data))
+    host.copy_(crcs.view(torch.uint8), non_blocking=True)
+    done = torch.cuda.current_stream(device).record_event()
+
+    def wait() -> list[int]:
+        done.synchronize()
+        return host_view(host).cast("I").tolist()
+
+    return wait
 
 
-def _run_segments(kernels: _Kernels, columns: Sequence[array[int]], crcs: Tensor) -> None:
-    """Add some segments, given by address, bytes to their buffer's end and buffer, to ``crcs``."""
-    count = len(columns[0])
-    table = torch.frombuffer(
-        bytearray(b"".join([column.tobytes() for column in columns])), dtype=torch.int64
-    ).to(crcs.device)
-    raw = torch.empty(count, dtype=torch.int32, device=crcs.device)
-    lengths, owners, counter = table[count:], table[2 * count :], crcs[-1:]
-    constants = (kernels.tables, kernels.lane_powers)
-    blocks = min(count, kernels.blocks)
-    _launch(
+def _start_batch(kernels: _Kernels, data: Sequence[Tensor], crcs: Tensor) -> None:
+    """The three kernels over some tensors; ``crcs`` begins with theirs. See ``crc32c.cu``."""
+    count = len(data)
+    lengths = array("Q", map(_NBYTES, data))
+    # A segment for what is left over, and one more where an address is no multiple of 16.
+    capacity = sum(lengths) // _SEGMENT + 2 * count
+    given = 2 + 2 * count
+    table = _pinned(8 * given)
+    words = host_view(table).cast("Q")
+    words[0] = words[1] = 0
+    words[2 : 2 + count] = array("Q", map(Tensor.data_ptr, data))
+    words[2 + count :] = lengths
+    batch = torch.empty(8 * (given + 4 * capacity), dtype=torch.uint8, device=crcs.device)
+    batch[: 8 * given].copy_(table, non_blocking=True)
+    about = (batch.data_ptr(), count, capacity)
+    launch = _launcher()
+    launch(kernels.listing, (count, 128, 0), *about, crcs.data_ptr())
+    launch(
         kernels.segments,
-        (blocks, _LANES, kernels.shared),
-        (table, lengths, count, *constants, raw, counter.zero_()),
+        (min(capacity, kernels.blocks), _LANES, kernels.shared),
+        *about,
+        kernels.constants.data_ptr(),
     )
-    _launch(
+    launch(
         kernels.buffers,
-        (-(-count * 32 // 256), 256, 0),
-        (lengths, owners, count, raw, kernels.squares, crcs),
+        (-(-capacity * 32 // 256), 256, 0),
+        *about,
+        kernels.constants.data_ptr(),
+        crcs.data_ptr(),
     )
 
 
 def samples(rows: Sequence[tuple[str, int, Tensor]]) -> list[bytes]:
-    """The sampled elements of ``(name, width in bytes, 1-D uint8 tensor)``, in one launch."""
+    """The sampled elements of ``(name, width in bytes, contiguous tensor)``, in one launch."""
     device = rows[0][2].device
     kernels = _kernels(device)
     assert kernels is not None  # noqa: S101
-    table, packed, ends = array("q"), [], [0]
-    places = 0
+    table = array("Q")
+    counts: list[int] = []
+    draws: list[bytes] = []
     for name, width, data in rows:
-        count, indices = _indices(name, data.numel() // width)
-        table.extend((data.data_ptr(), width, count, places, ends[-1]))
-        packed.append(indices)
-        places += count
-        ends.append(ends[-1] + count * width)
-    if not places:
+        numel = data.nbytes // width
+        table.extend((data.data_ptr(), width, numel, len(draws) * sampling.SAMPLES))
+        counts.append(min(numel, sampling.SAMPLES) * width)
+        if numel > sampling.SAMPLES:
+            draws.append(sampling.draws(name))
+    stride = max(counts)
+    if not stride:
         return [b""] * len(rows)
-    constants = torch.frombuffer(
-        bytearray(b"".join([table.tobytes(), *packed])), dtype=torch.int64
-    ).to(device)
-    out = torch.empty(ends[-1], dtype=torch.uint8, device=device)
-    _launch(kernels.gather, (len(rows), 128, 0), (constants, constants[len(table) :], out))
-    host = out.cpu()
-    whole = ctypes.string_at(host.data_ptr(), host.numel())
-    return [whole[begin:end] for begin, end in pairwise(ends)]
+    packed = b"".join([table.tobytes(), *draws])
+    given = _pinned(len(packed))
+    host_view(given)[:] = packed
+    on_device = given.to(device, non_blocking=True)
+    out = torch.empty(len(rows) * stride, dtype=torch.uint8, device=device)
+    begin = on_device.data_ptr()
+    _launcher()(
+        kernels.gather,
+        (len(rows), 128, 0),
+        begin,
+        begin + table.itemsize * len(table),
+        out.data_ptr(),
+        stride,
+    )
+    host = _pinned(out.numel())
+    host.copy_(out, non_blocking=True)
+    torch.cuda.current_stream(device).synchronize()
+    whole = bytes(host_view(host))
+    return [
+        whole[begin : begin + nbytes]
+        for begin, nbytes in zip(range(0, len(whole), stride), counts, strict=True)
+    ]
 
 
-@lru_cache(maxsize=1 << 16)
-def _indices(name: str, numel: int) -> tuple[int, bytes]:
-    """How many elements of a tensor are sampled, and their positions as packed 64-bit integers."""
-    indices = sampling.sample_indices(name, numel)
-    return len(indices), array("q", indices).tobytes()
+_NBYTES = attrgetter("nbytes")
 
 
-def _launch(kernel: Any, shape: tuple[int, int, int], arguments: Sequence[Any]) -> None:
-    """Launch on the current stream: blocks, threads a block, bytes of dynamic shared memory."""
-    from cuda.core import LaunchConfig, Stream, launch
+def _pinned(nbytes: int) -> Tensor:
+    """Pinned memory, from the pool that torch keeps for the process."""
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
-    values = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
-    blocks, threads, shared = shape
-    config = LaunchConfig(grid=blocks, block=threads, shmem_size=shared)
+
+def _launcher() -> Callable[..., None]:
+    """What launches a kernel on the current stream: kernel, shape, arguments of 64 bits.
+
+    A shape is blocks, threads a block and bytes of dynamic shared memory.
+    """
+    from cuda.core import Stream, launch
+
     stream = Stream.from_handle(torch.cuda.current_stream().cuda_stream)
-    launch(stream, config, kernel, *values)
+
+    def start(kernel: Any, shape: tuple[int, int, int], *arguments: int) -> None:
+        launch(stream, _config(shape), kernel, *arguments)
+
+    return start
+
+
+@lru_cache(maxsize=1024)
+def _config(shape: tuple[int, int, int]) -> Any:
+    from cuda.core import LaunchConfig
+
+    blocks, threads, shared = shape
+    return LaunchConfig(grid=blocks, block=threads, shmem_size=shared)
 
 
 def _kernels(device: torch.device) -> _Kernels | None:
@@ -209,34 +238,39 @@ def _compile(device: torch.device) -> _Kernels:
         options = ProgramOptions(
             std="c++17",
             arch=f"sm_{properties.major}{properties.minor}",
-            define_macro=[("COPIES", str(copies)), ("SEGMENT", str(_SEGMENT))],
+            define_macro=[
+                ("COPIES", str(copies)),
+                ("SEGMENT", str(_SEGMENT)),
+                ("SAMPLES", str(sampling.SAMPLES)),
+            ],
         )
-        names = ("crc32c_segments", "crc32c_buffers", "gather")
+        names = ("crc32c_list", "crc32c_segments", "crc32c_buffers", "gather")
         code = Program(source, code_type="c++", options=options).compile("cubin")
-        segments, buffers, gather = (code.get_kernel(name) for name in names)
+        listing, segments, buffers, gather = (code.get_kernel(name) for name in names)
         shared = 4096 * copies
         # More than 48 KiB has to be asked for, and cuda-core (1.2) only reads this attribute.
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         (error,) = driver.cuKernelSetAttribute(attribute, shared, segments.handle, device.index)
         if error != driver.CUresult.CUDA_SUCCESS:
             raise RuntimeError(f"{shared} bytes of shared memory: {error!r}")
+        constants = torch.tensor(_constants(), dtype=torch.int64).to(torch.int32)
         return _Kernels(
+            listing,
             segments,
             buffers,
             gather,
             shared,
             properties.multi_processor_count,
-            _constants(_tables(), device),
-            _constants([power_of_x(128 * (_LANES - 1 - lane)) for lane in range(_LANES)], device),
-            _constants([power_of_x(1 << i) for i in range(31)], device),
+            constants.to(device),
         )
 
 
-def _tables() -> list[int]:
-    """The product with x**(8 * ROW) of every byte of a 32-bit state, lowest byte first."""
-    row = power_of_x(8 * _ROW)
-    return [multiply(row, byte << shift) for shift in (0, 8, 16, 24) for byte in range(256)]
-
-
-def _constants(values: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64).to(torch.int32).to(device)
+def _constants() -> list[int]:
+    """What the kernels read: look-up tables, the lanes' powers of x, x**(2**i)."""
+    row, group = power_of_x(8 * _ROW), power_of_x(128)
+    # The product with x**(8 * ROW) of every byte of a 32-bit state, lowest byte first.
+    tables = [multiply(row, byte << shift) for shift in (0, 8, 16, 24) for byte in range(256)]
+    lanes = [power_of_x(0)]
+    for _ in range(_LANES - 1):
+        lanes.append(multiply(group, lanes[-1]))
+    return [*tables, *reversed(lanes), *(power_of_x(1 << i) for i in range(31))]

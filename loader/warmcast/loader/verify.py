@@ -7,7 +7,6 @@ of pinned buffers and are hashed on the CPU while the next piece is copied.
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from warmcast.loader import cuda_checks
-from warmcast.loader.containers import flat_bytes
+from warmcast.loader.containers import flat_bytes, host_view
 from warmcast.loader.errors import WeightVerificationError
 from warmcast.loader.plan import Truth
 from warmcast.manifests import sampling
@@ -78,14 +77,14 @@ def measure(rows: Iterable[tuple[str, str, Tensor]], deadline: Deadline) -> list
 
 
 _Rows = Sequence[tuple[str, str, Tensor]]
-"""Names, safetensors dtypes, and row-major bytes: 1-D uint8 tensors of one device."""
+"""Names, safetensors dtypes, and row-major tensors of one device."""
 
 
 def _on_cpu(rows: _Rows, deadline: Deadline) -> list[Truth]:
     def one(row: tuple[str, str, Tensor]) -> Truth:
         deadline.check("verifying")
         name, dtype, data = row
-        return _truth(name, dtype, data, crc32c_at(data.data_ptr(), data.numel()))
+        return _truth(name, dtype, data, crc32c_at(data.data_ptr(), data.nbytes))
 
     with ThreadPoolExecutor(_threads(), thread_name_prefix="warmcast-verify") as pool:
         return list(pool.map(one, rows))
@@ -93,23 +92,26 @@ def _on_cpu(rows: _Rows, deadline: Deadline) -> list[Truth]:
 
 def _on_gpu(rows: _Rows, deadline: Deadline) -> list[Truth]:
     deadline.check("verifying")
-    data = [data for _, _, data in rows]
-    with torch.cuda.device(data[0].device):
-        crcs = cuda_checks.crc32cs(data)
-        widths = [sampling.element_nbytes(dtype) for _, dtype, _ in rows]
-        sampled = cuda_checks.samples([(r[0], w, r[2]) for r, w in zip(rows, widths, strict=True)])
-    return [
-        Truth(
-            name,
-            dtype,
-            piece.numel(),
-            to_hex(crc),
-            sampling.sampled_hash(name, dtype, piece.numel() // width, samples),
-        )
-        for (name, dtype, piece), width, crc, samples in zip(
-            rows, widths, crcs, sampled, strict=True
-        )
-    ]
+    device = rows[0][2].device
+    widths = [sampling.element_nbytes(dtype) for _, dtype, _ in rows]
+    with torch.cuda.device(device):
+        ready = torch.cuda.current_stream().record_event()
+        finish = cuda_checks.start_crc32cs([data for _, _, data in rows])
+        # Samples are taken and hashed while the GPU works on the checksums.
+        beside = torch.cuda.Stream(device)
+        beside.wait_event(ready)
+        with torch.cuda.stream(beside):
+            sampled = cuda_checks.samples(
+                [(r[0], w, r[2]) for r, w in zip(rows, widths, strict=True)]
+            )
+        hashes = [
+            sampling.sampled_hash(name, dtype, data.nbytes // width, samples)
+            for (name, dtype, data), width, samples in zip(rows, widths, sampled, strict=True)
+        ]
+        return [
+            Truth(name, dtype, data.nbytes, to_hex(crc), sample)
+            for (name, dtype, data), crc, sample in zip(rows, finish(), hashes, strict=True)
+        ]
 
 
 def _through_host(rows: _Rows, deadline: Deadline) -> list[Truth]:
@@ -120,21 +122,20 @@ def _through_host(rows: _Rows, deadline: Deadline) -> list[Truth]:
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream), ThreadPoolExecutor(1, "warmcast-verify") as pool:
         for name, dtype, data in rows:
-            crc = _crc32c_of(data, ring, pool.submit, deadline)
+            crc = _crc32c_of(flat_bytes(data), ring, pool.submit, deadline)
             truths.append(_truth(name, dtype, data, crc))
     return truths
 
 
 def _truth(name: str, dtype: str, data: Tensor, crc: int) -> Truth:
-    """A truth from row-major bytes on any device, of which only the samples are fetched."""
+    """A truth from row-major elements on any device, of which only the samples are fetched."""
     width = sampling.element_nbytes(dtype)
-    numel = data.numel() // width
+    numel = data.nbytes // width
     index = torch.tensor(sampling.sample_indices(name, numel), dtype=torch.int64)
-    chosen = data.view(numel, width)[index.to(data.device)] if numel else data
-    chosen = chosen.cpu().contiguous()
-    samples = ctypes.string_at(chosen.data_ptr(), chosen.numel())
+    chosen = flat_bytes(data).view(numel, width)[index.to(data.device)].cpu().contiguous()
+    samples = bytes(host_view(chosen.view(-1)))
     return Truth(
-        name, dtype, data.numel(), to_hex(crc), sampling.sampled_hash(name, dtype, numel, samples)
+        name, dtype, data.nbytes, to_hex(crc), sampling.sampled_hash(name, dtype, numel, samples)
     )
 
 
@@ -156,8 +157,8 @@ def _crc32c_of(
 
 
 def _row_major(tensor: Tensor) -> Tensor:
-    """A tensor's bytes in row-major order: its own memory where that is so already."""
-    return flat_bytes(tensor.detach().contiguous())
+    """A tensor whose memory is its elements in row-major order: itself where that is so already."""
+    return tensor if tensor.is_contiguous() else tensor.detach().contiguous()
 
 
 def _threads() -> int:

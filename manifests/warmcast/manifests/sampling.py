@@ -42,12 +42,18 @@ def sample_indices(name: str, numel: int) -> Sequence[int]:
     """The sampled positions in a tensor's row-major order, ascending; all, if at most 100."""
     if numel <= SAMPLES:
         return range(numel)
-    stream = hashlib.shake_128(_SEED + name.encode("utf-8")).digest(_DRAWS.size)
-    draws = _DRAWS.unpack(stream)
     return [
         begin + (draw * length >> 64)
-        for draw, (begin, length) in zip(draws, _strata(numel), strict=True)
+        for draw, (begin, length) in zip(_DRAWS.unpack(draws(name)), _strata(numel), strict=True)
     ]
+
+
+def draws(name: str) -> bytes:
+    """What a tensor's samples are drawn with: for each stratum 8 bytes, little-endian.
+
+    A draw is a fraction of its stratum's length, in units of 2**-64.
+    """
+    return hashlib.shake_128(_SEED + name.encode("utf-8")).digest(_DRAWS.size)
 
 
 @lru_cache(maxsize=1024)  # a model's tensors are of a few sizes
