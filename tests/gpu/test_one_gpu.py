@@ -119,15 +119,15 @@ def test_quantised_weights_are_true_to_what_was_published(origin: str, valkey_ur
         assert sender is not None
 
 
-def test_two_workers_on_one_gpu_do_not_meet_over_nccl(fleet: Fleet) -> None:
+def test_two_workers_on_one_gpu(fleet: Fleet) -> None:
     sender, receiver = fleet.start(0), fleet.start(0)
     for worker in (sender, receiver):
         worker.said("ready")
     sender.ask("load")
     assert sender.ask("serve")
     report = receiver.ask("load")
-    assert report["route"] == "origin"
-    assert "both are on one GPU" in str(report["stages"])
+    assert (report["route"], report["transport"]) == ("peer", "ipc")
+    assert receiver.ask("sum") == sender.ask("sum")
 
 
 def test_a_failed_load_leaves_no_memory(origin: str) -> None:
