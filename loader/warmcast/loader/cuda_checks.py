@@ -1,8 +1,8 @@
 """Checks on the GPU at its memory's speed: CRC32C by a kernel of our own, samples in one launch.
 
 The kernels (``crc32c.cu``) are compiled by NVRTC when a process first needs them, through
-cuda-core, and kept for the process. :func:`available` tells whether that works here; where it does
-not, the bytes are checked on the CPU (see :mod:`verify`).
+cuda-core, tried on a few bytes, and kept for the process. :func:`available` tells whether that
+works here; where it does not, the bytes are checked on the CPU (see :mod:`verify`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from warmcast.loader.containers import host_view
 from warmcast.manifests import sampling
-from warmcast.manifests.checksum import multiply, power_of_x
+from warmcast.manifests.checksum import crc32c, multiply, power_of_x
 
 log = logging.getLogger("warmcast")
 
@@ -81,64 +81,71 @@ def start_crc32cs(data: Sequence[Tensor]) -> Callable[[], list[int]]:
 
     The tensors have to be left alone until then. They may begin at any address.
     """
+    return _start(_needed(data[0].device), data)
+
+
+def _start(kernels: _Kernels, data: Sequence[Tensor]) -> Callable[[], list[int]]:
     device = data[0].device
-    kernels = _kernels(device)
-    assert kernels is not None  # noqa: S101  (callers ask available() first)
     crcs = torch.empty(len(data), dtype=torch.int32, device=device)
-    # The GPU works on the first while the host lists the rest.
-    begin, length = 0, _FIRST_BATCH
-    while begin < len(data):
-        _start_batch(kernels, data[begin : begin + length], crcs[begin:])
-        begin += length
-        length *= 2
-    host = _pinned(4 * len(data))
-    host.copy_(crcs.view(torch.uint8), non_blocking=True)
+    batches = list(_batches(len(data)))
+    # Of each batch two counters, and two words a tensor; then the results.
+    host = _pinned(8 * sum(2 + 2 * (end - begin) for begin, end in batches) + 4 * len(data))
+    launch = _launcher()
+    used = 0
+    for begin, end in batches:
+        table = host[used : used + 8 * (2 + 2 * (end - begin))]
+        _start_batch(kernels, launch, data[begin:end], table, crcs[begin:end])
+        used += len(table)
+    result = host[used:]
+    result.copy_(crcs.view(torch.uint8), non_blocking=True)
     done = torch.cuda.current_stream(device).record_event()
 
     def wait() -> list[int]:
         done.synchronize()
-        return host_view(host).cast("I").tolist()
+        return host_view(result).cast("I").tolist()
 
     return wait
 
 
-def _start_batch(kernels: _Kernels, data: Sequence[Tensor], crcs: Tensor) -> None:
-    """The three kernels over some tensors; ``crcs`` begins with theirs. See ``crc32c.cu``."""
+def _batches(count: int) -> Iterator[tuple[int, int]]:
+    """Ranges, each twice as long as the one before: the GPU works while the host lists the next."""
+    begin, length = 0, _FIRST_BATCH
+    while begin < count:
+        yield begin, min(begin + length, count)
+        begin += length
+        length *= 2
+
+
+def _start_batch(
+    kernels: _Kernels,
+    launch: Callable[..., None],
+    data: Sequence[Tensor],
+    table: Tensor,
+    crcs: Tensor,
+) -> None:
+    """The three kernels over some tensors, listed in ``table``; see ``crc32c.cu``."""
     count = len(data)
     lengths = array("Q", map(_NBYTES, data))
-    # A segment for what is left over, and one more where an address is no multiple of 16.
-    capacity = sum(lengths) // _SEGMENT + 2 * count
-    given = 2 + 2 * count
-    table = _pinned(8 * given)
     words = host_view(table).cast("Q")
     words[0] = words[1] = 0
     words[2 : 2 + count] = array("Q", map(Tensor.data_ptr, data))
     words[2 + count :] = lengths
-    batch = torch.empty(8 * (given + 4 * capacity), dtype=torch.uint8, device=crcs.device)
-    batch[: 8 * given].copy_(table, non_blocking=True)
+    # A segment for what is left over, and one more where an address is no multiple of 16.
+    capacity = sum(lengths) // _SEGMENT + 2 * count
+    batch = torch.empty(len(table) + 8 * 4 * capacity, dtype=torch.uint8, device=crcs.device)
+    batch[: len(table)].copy_(table, non_blocking=True)
     about = (batch.data_ptr(), count, capacity)
-    launch = _launcher()
-    launch(kernels.listing, (count, 128, 0), *about, crcs.data_ptr())
-    launch(
-        kernels.segments,
-        (min(capacity, kernels.blocks), _LANES, kernels.shared),
-        *about,
-        kernels.constants.data_ptr(),
-    )
-    launch(
-        kernels.buffers,
-        (-(-capacity * 32 // 256), 256, 0),
-        *about,
-        kernels.constants.data_ptr(),
-        crcs.data_ptr(),
-    )
+    constants, found = kernels.constants.data_ptr(), crcs.data_ptr()
+    launch(kernels.listing, (count, 128, 0), *about, found)
+    blocks = min(capacity, kernels.blocks)
+    launch(kernels.segments, (blocks, _LANES, kernels.shared), *about, constants)
+    launch(kernels.buffers, (-(-capacity * 32 // 256), 256, 0), *about, constants, found)
 
 
 def samples(rows: Sequence[tuple[str, int, Tensor]]) -> list[bytes]:
     """The sampled elements of ``(name, width in bytes, contiguous tensor)``, in one launch."""
     device = rows[0][2].device
-    kernels = _kernels(device)
-    assert kernels is not None  # noqa: S101
+    kernels = _needed(device)
     table = array("Q")
     counts: list[int] = []
     draws: list[bytes] = []
@@ -206,6 +213,13 @@ def _config(shape: tuple[int, int, int]) -> Any:
     return LaunchConfig(grid=blocks, block=threads, shmem_size=shared)
 
 
+def _needed(device: torch.device) -> _Kernels:
+    kernels = _kernels(device)
+    if kernels is None:
+        raise RuntimeError(f"no kernels for {device}: callers ask available() first")
+    return kernels
+
+
 def _kernels(device: torch.device) -> _Kernels | None:
     with _one_at_a_time:
         return _compiled(device)
@@ -253,16 +267,28 @@ def _compile(device: torch.device) -> _Kernels:
         (error,) = driver.cuKernelSetAttribute(attribute, shared, segments.handle, device.index)
         if error != driver.CUresult.CUDA_SUCCESS:
             raise RuntimeError(f"{shared} bytes of shared memory: {error!r}")
-        constants = torch.tensor(_constants(), dtype=torch.int64).to(torch.int32)
-        return _Kernels(
+        kernels = _Kernels(
             listing,
             segments,
             buffers,
             gather,
             shared,
             properties.multi_processor_count,
-            constants.to(device),
+            torch.tensor(_constants(), dtype=torch.int64).to(torch.int32).to(device),
         )
+        _try(kernels)
+        return kernels
+
+
+def _try(kernels: _Kernels) -> None:
+    """Raise unless the kernels find what the CPU finds: no load trusts them untried."""
+    data = kernels.constants.view(torch.uint8)
+    pieces = [data, data[3:-7]]
+    found = _start(kernels, pieces)()
+    for piece, crc in zip(pieces, found, strict=True):
+        expected = crc32c(host_view(piece.cpu()))
+        if crc != expected:
+            raise RuntimeError(f"expected CRC32C {expected:08x}, found {crc:08x}")
 
 
 def _constants() -> list[int]:

@@ -8,6 +8,7 @@ of pinned buffers and are hashed on the CPU while the next piece is copied.
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from torch import Tensor
 from warmcast.loader import cuda_checks
 from warmcast.loader.containers import flat_bytes, host_view
 from warmcast.loader.errors import WeightVerificationError
+from warmcast.loader.normalise import normalised
 from warmcast.loader.plan import Truth
 from warmcast.manifests import sampling
 from warmcast.manifests.checksum import crc32c_at, to_hex
@@ -68,75 +70,85 @@ def measure(rows: Iterable[tuple[str, str, Tensor]], deadline: Deadline) -> list
     ``name`` is that name.
     """
     listed = [(name, dtype, _row_major(tensor)) for name, dtype, tensor in rows]
-    gpu = next((data.device for _, _, data in listed if data.is_cuda), None)
-    if gpu is None:
-        return _on_cpu(listed, deadline)
-    if cuda_checks.available(gpu):
-        return _on_gpu(listed, deadline)
-    return _through_host(listed, deadline)
+    places: dict[int, list[int]] = defaultdict(list)  # by GPU; -1 is the CPU
+    for place, (_, _, data) in enumerate(listed):
+        places[data.get_device()].append(place)
+    truths: dict[int, Truth] = {}
+    for mine in places.values():
+        together = [listed[place] for place in mine]
+        truths.update(zip(mine, _measure(together, deadline), strict=True))
+    return [truths[place] for place in range(len(listed))]
+
+
+def crc32cs(data: Sequence[Tensor], deadline: Deadline) -> list[int]:
+    """The CRC32C of each of some contiguous tensors of one device."""
+    if _fast(data[0]):
+        with torch.cuda.device(data[0].device):
+            return cuda_checks.crc32cs(data)
+    return _through_host(data, deadline) if data[0].is_cuda else _on_cpu(data, deadline)
+
+
+def sampled_hashes(rows: Sequence[tuple[str, str, Tensor]], deadline: Deadline) -> list[str]:
+    """The sampled hash of each ``(name, safetensors dtype, contiguous tensor)`` of one device."""
+    if _fast(rows[0][2]):
+        with torch.cuda.device(rows[0][2].device):
+            sampled = cuda_checks.samples(
+                [(name, sampling.element_nbytes(dtype), data) for name, dtype, data in rows]
+            )
+    else:
+        sampled = [_samples(*row, deadline) for row in rows]
+    dtypes = [dtype for _, dtype, _ in rows]
+    return [
+        sampling.hash_normalised(name, dtype, data.nbytes // sampling.element_nbytes(dtype), raw)
+        for (name, dtype, data), raw in zip(rows, normalised(dtypes, sampled), strict=True)
+    ]
 
 
 _Rows = Sequence[tuple[str, str, Tensor]]
-"""Names, safetensors dtypes, and row-major tensors of one device."""
+"""Names, safetensors dtypes, and contiguous tensors of one device."""
 
 
-def _on_cpu(rows: _Rows, deadline: Deadline) -> list[Truth]:
-    def one(row: tuple[str, str, Tensor]) -> Truth:
+def _measure(rows: _Rows, deadline: Deadline) -> list[Truth]:
+    deadline.check("verifying")
+    data = [data for _, _, data in rows]
+    if _fast(data[0]):
+        with torch.cuda.device(data[0].device):
+            # Samples are taken and hashed while the GPU works on the checksums.
+            beside = torch.cuda.Stream()
+            beside.wait_stream(torch.cuda.current_stream())
+            finish = cuda_checks.start_crc32cs(data)
+            with torch.cuda.stream(beside):
+                hashes = sampled_hashes(rows, deadline)
+            crcs = finish()
+    else:
+        crcs = crc32cs(data, deadline)
+        hashes = sampled_hashes(rows, deadline)
+    return [
+        Truth(name, dtype, piece.nbytes, to_hex(crc), sample)
+        for (name, dtype, piece), crc, sample in zip(rows, crcs, hashes, strict=True)
+    ]
+
+
+def _fast(data: Tensor) -> bool:
+    return data.is_cuda and cuda_checks.available(data.device)
+
+
+def _on_cpu(data: Sequence[Tensor], deadline: Deadline) -> list[int]:
+    def one(piece: Tensor) -> int:
         deadline.check("verifying")
-        name, dtype, data = row
-        return _truth(name, dtype, data, crc32c_at(data.data_ptr(), data.nbytes))
+        return crc32c_at(piece.data_ptr(), piece.nbytes)
 
     with ThreadPoolExecutor(_threads(), thread_name_prefix="warmcast-verify") as pool:
-        return list(pool.map(one, rows))
+        return list(pool.map(one, data))
 
 
-def _on_gpu(rows: _Rows, deadline: Deadline) -> list[Truth]:
-    deadline.check("verifying")
-    device = rows[0][2].device
-    widths = [sampling.element_nbytes(dtype) for _, dtype, _ in rows]
-    with torch.cuda.device(device):
-        ready = torch.cuda.current_stream().record_event()
-        finish = cuda_checks.start_crc32cs([data for _, _, data in rows])
-        # Samples are taken and hashed while the GPU works on the checksums.
-        beside = torch.cuda.Stream(device)
-        beside.wait_event(ready)
-        with torch.cuda.stream(beside):
-            sampled = cuda_checks.samples(
-                [(r[0], w, r[2]) for r, w in zip(rows, widths, strict=True)]
-            )
-        hashes = [
-            sampling.sampled_hash(name, dtype, data.nbytes // width, samples)
-            for (name, dtype, data), width, samples in zip(rows, widths, sampled, strict=True)
-        ]
-        return [
-            Truth(name, dtype, data.nbytes, to_hex(crc), sample)
-            for (name, dtype, data), crc, sample in zip(rows, finish(), hashes, strict=True)
-        ]
-
-
-def _through_host(rows: _Rows, deadline: Deadline) -> list[Truth]:
-    device = rows[0][2].device
+def _through_host(data: Sequence[Tensor], deadline: Deadline) -> list[int]:
+    device = data[0].device
     stream = torch.cuda.Stream(device)
     ring = [torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    truths = []
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream), ThreadPoolExecutor(1, "warmcast-verify") as pool:
-        for name, dtype, data in rows:
-            crc = _crc32c_of(flat_bytes(data), ring, pool.submit, deadline)
-            truths.append(_truth(name, dtype, data, crc))
-    return truths
-
-
-def _truth(name: str, dtype: str, data: Tensor, crc: int) -> Truth:
-    """A truth from row-major elements on any device, of which only the samples are fetched."""
-    width = sampling.element_nbytes(dtype)
-    numel = data.nbytes // width
-    index = torch.tensor(sampling.sample_indices(name, numel), dtype=torch.int64)
-    chosen = flat_bytes(data).view(numel, width)[index.to(data.device)].cpu().contiguous()
-    samples = bytes(host_view(chosen.view(-1)))
-    return Truth(
-        name, dtype, data.nbytes, to_hex(crc), sampling.sampled_hash(name, dtype, numel, samples)
-    )
+        return [_crc32c_of(flat_bytes(piece), ring, pool.submit, deadline) for piece in data]
 
 
 def _crc32c_of(
@@ -154,6 +166,16 @@ def _crc32c_of(
             crc = pending.result()
         pending = submit(crc32c_at, piece.data_ptr(), length, crc)
     return pending.result() if pending is not None else 0
+
+
+def _samples(name: str, dtype: str, data: Tensor, deadline: Deadline) -> bytes:
+    """A tensor's sampled elements, on any device: no others are fetched."""
+    deadline.check("verifying")
+    width = sampling.element_nbytes(dtype)
+    numel = data.nbytes // width
+    index = torch.tensor(sampling.sample_indices(name, numel), dtype=torch.int64)
+    chosen = flat_bytes(data).view(numel, width)[index.to(data.device)].cpu()
+    return bytes(host_view(chosen.view(-1)))
 
 
 def _row_major(tensor: Tensor) -> Tensor:

@@ -81,10 +81,18 @@ def sampled_hash(name: str, dtype: str, numel: int, samples: bytes) -> str:
         raise InvalidData(
             f"samples of {name!r}", expected=f"{needed} bytes", found=f"{len(samples)}"
         )
+    return hash_normalised(name, dtype, numel, normalised(dtype, samples))
+
+
+def normalised(dtype: str, samples: bytes) -> bytes:
+    """The samples of one tensor or of several, one after another, as they are hashed."""
+    return _NORMALISE[dtype](samples) if dtype in _NORMALISE else samples
+
+
+def hash_normalised(name: str, dtype: str, numel: int, samples: bytes) -> str:
+    """The hash (32 hex digits) of a tensor's :func:`normalised` samples."""
     kind = "float" if dtype in _NORMALISE else "raw"
-    state = hashlib.sha256(f"{kind}\0{numel}\0{name}\0".encode())
-    state.update(_NORMALISE[dtype](samples) if kind == "float" else samples)
-    return state.hexdigest()[:_DIGITS]
+    return hashlib.sha256(f"{kind}\0{numel}\0{name}\0".encode() + samples).hexdigest()[:_DIGITS]
 
 
 def sampled_hash_of(name: str, dtype: str, data: bytes | memoryview) -> str:
