@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from warmcast.manifests.checksum import crc32c_at, to_hex
 from warmcast.manifests.deadline import Deadline
 
 _PIECE = 32 << 20
+_PORTION = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +136,22 @@ def _fast(data: Tensor) -> bool:
 
 
 def _on_cpu(data: Sequence[Tensor], deadline: Deadline) -> list[int]:
-    def one(piece: Tensor) -> int:
+    def some(pieces: Sequence[Tensor]) -> list[int]:
         deadline.check("verifying")
-        return crc32c_at(piece.data_ptr(), piece.nbytes)
+        return [crc32c_at(piece.data_ptr(), piece.nbytes) for piece in pieces]
 
     with ThreadPoolExecutor(_threads(), thread_name_prefix="warmcast-verify") as pool:
-        return list(pool.map(one, data))
+        return list(chain.from_iterable(pool.map(some, _portions(data))))
+
+
+def _portions(data: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+    """Runs of tensors, each worth a thread's while."""
+    begin, nbytes = 0, 0
+    for end, piece in enumerate(data, 1):
+        nbytes += piece.nbytes
+        if nbytes >= _PORTION or end == len(data):
+            yield data[begin:end]
+            begin, nbytes = end, 0
 
 
 def _through_host(data: Sequence[Tensor], deadline: Deadline) -> list[int]:

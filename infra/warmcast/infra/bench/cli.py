@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated
+
 import typer
+
+from warmcast.manifests.deadline import Deadline
+from warmcast.manifests.errors import UsageError
+
+DEADLINE = 600.0
 
 bench = typer.Typer(rich_markup_mode=None)
 
@@ -10,3 +18,33 @@ bench = typer.Typer(rich_markup_mode=None)
 @bench.callback()
 def root() -> None:
     """Measure this machine: each figure beside the limit of the same run."""
+
+
+@bench.command()
+def verify(
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda or cuda:N. A GPU, where there is one.")
+    ] = None,
+    gigabytes: Annotated[
+        float | None,
+        typer.Option("--gb", help="Size of the large model. 16 on a GPU, 1.6 on a CPU, or less."),
+    ] = None,
+    deadline: Annotated[
+        float, typer.Option(help="Seconds after which the benchmark gives up.")
+    ] = DEADLINE,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the figures to this file.")
+    ] = None,
+) -> None:
+    """Measure the checks that end every load, beside the speed of the memory."""
+    if not deadline > 0:
+        raise UsageError("--deadline", expected="more than 0 seconds", found=deadline)
+
+    from warmcast.infra.bench import record
+    from warmcast.infra.bench.verify import pick_device, run
+
+    record.check_destination(json_file)
+    result = run(pick_device(device), gigabytes, Deadline.after(deadline))
+    result.print()
+    if json_file is not None:
+        record.write(result.record(), json_file)
