@@ -216,8 +216,9 @@ def flat_bytes(tensor: Tensor) -> Tensor:
 
 
 def host_view(data: Tensor) -> memoryview:
-    """The memory of a contiguous uint8 tensor on the CPU, without NumPy."""
+    """The memory of a contiguous uint8 tensor on the CPU, without NumPy. The view keeps it alive."""
     buffer = (ctypes.c_char * data.numel()).from_address(data.data_ptr())
+    buffer.tensor = data  # type: ignore[attr-defined]  # the view holds the buffer
     return memoryview(buffer).cast("B")
 
 
