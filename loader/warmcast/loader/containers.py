@@ -216,7 +216,7 @@ def flat_bytes(tensor: Tensor) -> Tensor:
 
 
 def host_view(data: Tensor) -> memoryview:
-    """The memory of a contiguous uint8 tensor on the CPU, without NumPy. The view keeps it alive."""
+    """The memory of a contiguous uint8 tensor on the CPU, which the view keeps alive; no NumPy."""
     buffer = (ctypes.c_char * data.numel()).from_address(data.data_ptr())
     buffer.tensor = data  # type: ignore[attr-defined]  # the view holds the buffer
     return memoryview(buffer).cast("B")
