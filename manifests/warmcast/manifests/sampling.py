@@ -21,7 +21,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from typing import Literal
 
@@ -63,6 +63,7 @@ def _strata(numel: int) -> tuple[tuple[int, int], ...]:
     return tuple((begin, end - begin) for begin, end in pairwise(edges))
 
 
+@cache
 def element_nbytes(dtype: str) -> int:
     """Bytes of the unit that is sampled: an element, or a byte where elements are narrower."""
     return max(1, BITS[dtype] // 8)
