@@ -19,6 +19,7 @@ from warmcast.loader import stream as streaming
 from warmcast.loader.containers import collect
 from warmcast.loader.dtypes import torch_dtype
 from warmcast.loader.plan import Targets, make_plan
+from warmcast.loader.staging import Staging
 from warmcast.loader.stream import stream
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import IntegrityError
@@ -107,7 +108,7 @@ def test_every_cut_is_what_narrow_gives(origin, cut, chunk, before, arena, turne
         model.register_buffer("cut", container)
         plan = make_plan(collect(model), manifest, mesh=mesh, rank=rank)
         targets = Targets.allocate(plan, torch.device("cpu"), arena=arena)
-        stream(origin, manifest, targets, NEVER)
+        stream(origin, manifest, targets, Staging(16 << 20), NEVER)
         found = targets.tensors[[p.truth.name for p in plan.placements].index("cut")]
         assert bits(found) == bits(expected)
         assert found.stride() == container.stride() or found.numel() < 2
@@ -129,7 +130,7 @@ def test_host_memory_is_bounded_by_the_staging_buffers(origin):
     targets.tensors[0].zero_()  # its pages are there before we count
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = resident("VmRSS")
-    assert stream(origin, manifest, targets, NEVER) >= 64 * megabyte
+    assert stream(origin, manifest, targets, Staging(16 << 20), NEVER) >= 64 * megabyte
     assert resident("VmHWM") - before < 32 * megabyte
     assert targets.tensors[0][-5:].tolist() == [251, 252, 253, 254, 255]
 
@@ -143,7 +144,7 @@ def test_a_rank_reads_only_the_chunks_it_needs(origin):
         plan = make_plan(collect(model), manifest, mesh=mesh, rank=rank)
         targets = Targets.allocate(plan, torch.device("cpu"))
         # A quarter of the file, and the chunk that its last row ends in, behind the header.
-        assert stream(origin, manifest, targets, NEVER) <= (rows // 4 + 1) * row
+        assert stream(origin, manifest, targets, Staging(16 << 20), NEVER) <= (rows // 4 + 1) * row
 
 
 def test_a_chunk_that_stays_wrong(origin, tmp_path):
@@ -163,7 +164,7 @@ def test_a_chunk_that_stays_wrong(origin, tmp_path):
     )
     targets = Targets.allocate(plan, torch.device("cpu"))
     with pytest.raises(IntegrityError, match=r"model\.safetensors at byte 12288 .*twice"):
-        stream(origin, manifest, targets, NEVER)
+        stream(origin, manifest, targets, Staging(16 << 20), NEVER)
     assert not [t for t in threading.enumerate() if t.name.startswith("warmcast-stream")]
 
 

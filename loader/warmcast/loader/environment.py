@@ -1,10 +1,11 @@
 """What a worker is told by its environment.
 
-WARMCAST_ORIGIN     the origin's URL; required
-WARMCAST_REGISTRY   redis://host:port; without it there are no peers
-WARMCAST_DEADLINE   seconds that a load may take; 600 unless set
-WARMCAST_HOST       the address by which peers reach this worker; found out unless set
-WARMCAST_TRANSPORTS the transports to be used (``ipc,nccl,gloo``); all that work, unless set
+WARMCAST_ORIGIN        the origin's URL; required
+WARMCAST_REGISTRY      redis://host:port; without it there are no peers
+WARMCAST_DEADLINE      seconds that a load may take; 600 unless set
+WARMCAST_HOST_MEMORY   bytes of host memory for bytes on their way; 2147483648 unless set
+WARMCAST_HOST          the address by which peers reach this worker; found out unless set
+WARMCAST_TRANSPORTS    the transports to be used (``ipc,nccl,gloo``); all that work, unless set
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from warmcast.loader.staging import HOST_MEMORY
 from warmcast.manifests.errors import UsageError
 
 DEADLINE = 600.0
@@ -21,11 +23,12 @@ DEADLINE = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """A loader's settings; ``deadline`` in seconds."""
+    """A loader's settings; ``deadline`` in seconds, ``host_memory`` in bytes."""
 
     origin: str
     registry: str | None = None
     deadline: float = DEADLINE
+    host_memory: int = HOST_MEMORY
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
@@ -46,4 +49,9 @@ class Settings:
             deadline = math.nan
         if not deadline > 0:
             raise UsageError("WARMCAST_DEADLINE", expected="seconds, more than 0", found=repr(text))
-        return cls(origin, env.get("WARMCAST_REGISTRY") or None, deadline)
+        memory = env.get("WARMCAST_HOST_MEMORY", str(HOST_MEMORY))
+        if not memory.isdecimal() or not int(memory):
+            raise UsageError(
+                "WARMCAST_HOST_MEMORY", expected="bytes, more than 0", found=repr(memory)
+            )
+        return cls(origin, env.get("WARMCAST_REGISTRY") or None, deadline, int(memory))

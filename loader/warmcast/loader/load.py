@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -49,6 +49,7 @@ from warmcast.loader.routes import Job, Source
 from warmcast.loader.routes.origin import OriginRoute
 from warmcast.loader.routes.peer import NoSender, PeerRoute
 from warmcast.loader.stages import Outcome, Stages
+from warmcast.loader.staging import Staging
 from warmcast.loader.verify import Verified, verify
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import WarmcastError
@@ -99,6 +100,7 @@ class Ways:
     """
 
     origin: Origin
+    staging: Staging
     registry: Registry | None
     peers: PeerRoute | None
     lead: Callable[[str, Deadline], Lease | None]
@@ -365,11 +367,23 @@ class Walk:
                 do="restart with an unchanged skeleton",
             )
         job = self._job(manifest, plan, self._identity(manifest, state))
-        source = OriginRoute(self._ways.origin).find(job, self._deadline)
-        filled = self._fill("origin", plan, source, self._deadline)
+        filled = self._read(job, plan, careful=False)
+        if not isinstance(filled, _Filled) and self._again_with_care(filled):
+            filled = self._read(job, plan, careful=True)
         if isinstance(filled, _Filled):
             return filled
         raise filled.error or WarmcastError(f"{self._wanted.ref}: the origin was not read")
+
+    def _read(self, job: Job, plan: Plan, *, careful: bool) -> _Filled | Outcome[Any]:
+        route = OriginRoute(self._ways.origin, self._ways.staging, careful=careful)
+        return self._fill("origin", plan, route.find(job, self._deadline), self._deadline)
+
+    def _again_with_care(self, failed: Outcome[Any]) -> bool:
+        """Whether a rank's tensors were wrong, of which only parts of chunks were read."""
+        wrong = isinstance(failed.problem, WeightVerificationError)
+        with suppress(WarmcastError):  # what failed first is the error to tell
+            return not self._group.vote(not wrong, "wrong bytes", self._deadline)
+        return False
 
     def _job(self, manifest: Manifest, plan: Plan, identity: Identity) -> Job:
         return Job(manifest, plan, identity, self._wanted.device, arena=self._wanted.arena)

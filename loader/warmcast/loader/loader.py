@@ -27,6 +27,7 @@ from warmcast.loader.report import LoadReport
 from warmcast.loader.routes.peer import PeerRoute
 from warmcast.loader.serve import Sender
 from warmcast.loader.skeleton import skeleton
+from warmcast.loader.staging import HOST_MEMORY, Staging
 from warmcast.loader.transports import Endpoint, Transport, transports_for
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import UsageError, WarmcastError
@@ -53,12 +54,15 @@ class Loader:
         registry: str | None = None,
         *,
         deadline: float = DEADLINE,
+        host_memory: int = HOST_MEMORY,
         group: Group | None = None,
     ) -> None:
         """Make a loader of an origin's URL and a registry's (``redis://…``); None: no peers.
 
-        ``deadline`` is the time in seconds that a load may take, unless it is told otherwise.
-        ``group`` is the ranks that load together; None: those that torchrun's environment names.
+        ``deadline`` is the time in seconds that a load may take, unless it is told otherwise;
+        ``host_memory`` the bytes of host memory, beyond the model's own, that loads may use, kept
+        between them. ``group`` is the ranks that load together; None: those that torchrun's
+        environment names.
         """
         self._origin = Origin.open(origin)
         self._registry = Registry(registry) if registry else None
@@ -66,6 +70,7 @@ class Loader:
         self._group = group
         self._own_group: Group | None = None
         self._heartbeat = Heartbeat()
+        self._staging = Staging(host_memory)
         self._leases: dict[str, Lease] = {}
         self._loaded: weakref.WeakKeyDictionary[nn.Module, _Entry] = weakref.WeakKeyDictionary()
         self._senders: list[Sender] = []
@@ -76,7 +81,12 @@ class Loader:
     def from_env(cls) -> Loader:
         """A loader as the environment says; see :mod:`warmcast.loader.environment`."""
         settings = Settings.from_env()
-        return cls(settings.origin, settings.registry, deadline=settings.deadline)
+        return cls(
+            settings.origin,
+            settings.registry,
+            deadline=settings.deadline,
+            host_memory=settings.host_memory,
+        )
 
     @contextmanager
     def skeleton(self) -> Iterator[None]:
@@ -131,7 +141,7 @@ class Loader:
         peers = None
         if self._registry is not None and transports:
             peers = PeerRoute(self._registry, self._endpoint(wanted.device, transports), transports)
-        ways = Ways(self._origin, self._registry, peers, lead)
+        ways = Ways(self._origin, self._staging, self._registry, peers, lead)
         try:
             with cuda_checks.compiling(wanted.device):
                 loaded = Walk(model, wanted, ways, group, limit).run()
@@ -197,6 +207,7 @@ class Loader:
         self._part()
         if self._registry is not None:
             self._registry.close()
+        self._staging.close()
         self._origin.close()
 
     def leave(self) -> None:

@@ -1,87 +1,83 @@
 """Storage to device: an origin's blobs, read by checked chunks, copied to their place.
 
-The unit is the manifest's chunk: a few threads each read one into a staging buffer of their own,
-check its CRC32C, and copy from it what the plan wants. So reading, checking and copying go on at
-once, host memory is bounded by the number of threads whatever the model's size, and no byte that
-was not checked reaches a target. A chunk that fails its check is read once more; if it fails
-again the load ends, naming file and offset. Chunks that hold nothing this rank wants are not read.
+A few threads each take the next chunk of the manifest, in load order, and bring it over piece by
+piece: a piece is read into a slot of pinned memory (see :mod:`staging`), its CRC32C taken while it
+is in the processor's cache, and copied to its place, while the next is read. Where the place is in
+host memory, and all of the piece belongs there, it is read there at once. So reading, checking and
+copying go on together, and host memory is bounded whatever the model's size.
+
+A chunk whose CRC32C is wrong is read once more; if it fails again the load ends, naming file and
+offset. Chunks that hold nothing this rank wants are not read, and of those that it wants little of
+only that part is, which cannot be checked before the tensor is: such a load is done once more with
+whole chunks (``careful``) if its tensors turn out wrong.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from warmcast.loader.combs import Comb
 from warmcast.loader.containers import flat_bytes, host_view
 from warmcast.loader.plan import Targets
-from warmcast.manifests.checksum import crc32c, to_hex
+from warmcast.loader.staging import Lane, Staging
+from warmcast.manifests.checksum import crc32c_at, to_hex
 from warmcast.manifests.deadline import Deadline
-from warmcast.manifests.errors import IntegrityError
-from warmcast.manifests.manifest import FileEntry, Manifest, SliceEntry, TensorEntry
+from warmcast.manifests.errors import IntegrityError, StoreError
+from warmcast.manifests.manifest import FileEntry, Manifest
 from warmcast.manifests.origin import Origin
+from warmcast.manifests.stores import ObjectReader
 
+_PIECE = 4 << 20
+"""Bytes that are copied at once; more, where a store is better asked for more."""
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """A comb of a file's bytes and the memory where its teeth go, one after another.
+_PART = 0.75
+"""The part of a chunk's bytes beneath which only what is wanted of it is read."""
 
-    From ``begin`` on, of each of ``rows`` rows of ``pitch`` bytes, the bytes ``low`` to ``high``
-    belong to ``target`` (1-D, uint8). A whole tensor is a comb of one row.
-    """
-
-    begin: int
-    rows: int
-    pitch: int
-    low: int
-    high: int
-    target: Tensor
-
-    def copy(self, buffer: Tensor, at: int) -> None:
-        """Copy what ``buffer``, the file's bytes from ``at``, holds of this comb."""
-        start = max(at - self.begin, 0)
-        stop = min(at + buffer.numel() - self.begin, self.rows * self.pitch)
-        offset = self.begin - at
-        first, last = -(-start // self.pitch), stop // self.pitch
-        if first < last:
-            width = self.high - self.low
-            teeth = buffer[offset + first * self.pitch : offset + last * self.pitch]
-            teeth = teeth.view(last - first, self.pitch)[:, self.low : self.high]
-            place = self.target[first * width : last * width].view(last - first, width)
-            place.copy_(teeth, non_blocking=True)
-        # A row that begins before the buffer or ends after it.
-        for row in {start // self.pitch, last} if first <= last else {last}:
-            if first <= row < last or row >= self.rows:
-                continue
-            low = max(row * self.pitch + self.low, start)
-            high = min(row * self.pitch + self.high, stop)
-            if low < high:
-                first_byte = row * (self.high - self.low) + low - row * self.pitch - self.low
-                self.target[first_byte : first_byte + high - low].copy_(
-                    buffer[offset + low : offset + high], non_blocking=True
-                )
+_THREADS = 16
+"""Threads at most: what a PCIe link of 55 GB/s takes from the page cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """One chunk of a file, and the runs that lie (partly) in it."""
+    """What is read of one chunk of a file, and the combs that lie (partly) in it.
+
+    ``crc32c`` is None where that is not all of the chunk.
+    """
 
     file: FileEntry
-    number: int
     begin: int
     length: int
-    runs: list[_Run] = field(default_factory=list)
+    crc32c: str | None
+    combs: Sequence[Comb]
 
 
-def stream(origin: Origin, manifest: Manifest, targets: Targets, deadline: Deadline) -> int:
+@dataclass(slots=True)
+class _Wanted:
+    """The combs of one chunk, in load order, and the span that they want of it."""
+
+    begin: int
+    end: int
+    combs: list[Comb] = field(default_factory=list)
+
+
+def stream(
+    origin: Origin,
+    manifest: Manifest,
+    targets: Targets,
+    staging: Staging,
+    deadline: Deadline,
+    *,
+    careful: bool = False,
+) -> int:
     """Fill every target from the origin; the bytes that were read.
 
     Raises :class:`IntegrityError`, :class:`StoreError` or :class:`DeadlineExceeded`; the targets
@@ -89,117 +85,189 @@ def stream(origin: Origin, manifest: Manifest, targets: Targets, deadline: Deadl
     """
     if not targets.tensors:
         return 0
-    runs: dict[str, list[_Run]] = {}
+    combs: dict[str, list[Comb]] = {}
     finish: list[Callable[[], None]] = []
     for placement, tensor in zip(targets.plan.placements, targets.tensors, strict=True):
         if placement.entry is not None:
-            run = _run(placement.entry, placement.slice, tensor, finish)
-            runs.setdefault(placement.entry.file, []).append(run)
-    stop = threading.Event()
-    staging = _Staging(manifest.chunk_size, targets.tensors[0].device)
-
-    def one(chunk: _Chunk) -> int:
-        if stop.is_set():
-            return 0
-        deadline.check("reading from the origin")
-        with staging.borrowed(chunk.length) as buffer:
-            _read(origin, chunk, buffer, deadline)
-            for run in chunk.runs:
-                run.copy(buffer, chunk.begin)
-        return chunk.length
-
-    with ThreadPoolExecutor(_threads(), thread_name_prefix="warmcast-stream") as pool:
-        futures = [pool.submit(one, chunk) for chunk in _chunks(manifest, runs)]
-        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-        stop.set()
-        failed = [future for future in done if future.exception() is not None]
-    read = sum(future.result() for future in failed or futures)
+            target = _row_major(tensor, finish)
+            comb = Comb.of(placement.entry, placement.slice, flat_bytes(target))
+            combs.setdefault(placement.entry.file, []).append(comb)
+    with ExitStack() as stack:
+        blobs = stack.enter_context(_Blobs(origin))
+        streaming = _Streaming(blobs, staging, targets.tensors[0].device, deadline)
+        read = streaming.run(_chunks(manifest, combs, careful=careful))
     for copy_over in finish:
         copy_over()
     return read
 
 
-def _run(
-    entry: TensorEntry, part: SliceEntry | None, tensor: Tensor, finish: list[Callable[[], None]]
-) -> _Run:
-    """Where a tensor's or slice's bytes lie in the file, and where they go."""
-    target = tensor
-    if not tensor.is_contiguous():
-        # The file is row-major: read aside on the device, and laid out as it should be at the end.
-        target = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        finish.append(partial(_copy_over, tensor, target))
-    flat = flat_bytes(target)
-    if part is None or part.axis is None or not entry.nbytes:
-        return _Run(entry.begin, 1, entry.nbytes, 0, entry.nbytes, flat)
-    rows = math.prod(entry.shape[: part.axis])
-    pitch = entry.nbytes // rows
-    inner = pitch // entry.shape[part.axis]
-    low = part.start * inner
-    return _Run(entry.begin, rows, pitch, low, low + part.length * inner, flat)
+def _row_major(tensor: Tensor, finish: list[Callable[[], None]]) -> Tensor:
+    """Memory for a tensor's bytes as the file has them: its own, where it is row-major."""
+    if tensor.is_contiguous():
+        return tensor
+    # Read aside on the device, and laid out as it should be at the end.
+    aside = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    finish.append(partial(_copy_over, tensor, aside))
+    return aside
 
 
 def _copy_over(tensor: Tensor, source: Tensor) -> None:
     tensor.copy_(source)
 
 
-def _chunks(manifest: Manifest, runs: dict[str, list[_Run]]) -> list[_Chunk]:
-    """The chunks to read, in load order: that of the first run which needs each."""
-    chunks: dict[tuple[str, int], _Chunk] = {}
+def _chunks(manifest: Manifest, combs: dict[str, list[Comb]], *, careful: bool) -> Iterator[_Chunk]:
+    """What to read, in load order: that of the first comb which needs each chunk."""
     size = manifest.chunk_size
-    for path, of_file in runs.items():
-        file = manifest.file[path]
-        for run in of_file:
-            if run.low == run.high or not run.rows:
+    wanted: dict[tuple[str, int], _Wanted] = {}
+    for path, of_file in combs.items():
+        for comb in of_file:
+            if comb.first == comb.end:
                 continue
-            begin = run.begin + run.low
-            end = run.begin + (run.rows - 1) * run.pitch + run.high
-            for number in range(begin // size, -(-end // size)):
-                at = number * size
-                chunk = _Chunk(file, number, at, min(size, file.size - at))
-                chunks.setdefault((path, number), chunk).runs.append(run)
-    return list(chunks.values())
+            for number in range(comb.first // size, -(-comb.end // size)):
+                begin, end = max(comb.first, number * size), min(comb.end, (number + 1) * size)
+                span = wanted.setdefault((path, number), _Wanted(begin, end))
+                span.begin, span.end = min(span.begin, begin), max(span.end, end)
+                span.combs.append(comb)
+    for (path, number), span in wanted.items():
+        file = manifest.file[path]
+        begin = number * size
+        length = min(size, file.size - begin)
+        if careful or span.end - span.begin > _PART * length:
+            yield _Chunk(file, begin, length, file.chunks[number], span.combs)
+        else:
+            yield _Chunk(file, span.begin, span.end - span.begin, None, span.combs)
 
 
-def _read(origin: Origin, chunk: _Chunk, buffer: Tensor, deadline: Deadline) -> None:
-    view = host_view(buffer)
-    expected = chunk.file.chunks[chunk.number]
-    found = ""
-    for _ in range(2):
-        origin.read_blob(chunk.file.sha256, chunk.begin, view, deadline)
-        found = to_hex(crc32c(view))
-        if found == expected:
-            return
-    raise IntegrityError(
-        f"{chunk.file.path} at byte {chunk.begin} (blob {chunk.file.sha256[:12]} of {origin.url})",
-        expected=f"{chunk.length} bytes with CRC32C {expected}",
-        found=f"{found}, twice",
-        do="run `warmcast verify`, then deploy again",
-    )
+class _Blobs:
+    """The files' blobs, each opened when it is first read from."""
+
+    def __init__(self, origin: Origin) -> None:
+        self.url = origin.url
+        self._origin = origin
+        self._lock = threading.Lock()
+        self._readers: dict[str, ObjectReader] = {}
+
+    def __enter__(self) -> _Blobs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for reader in self._readers.values():
+            reader.close()
+
+    def reader(self, file: FileEntry, deadline: Deadline) -> ObjectReader:
+        """The reader of a file's blob; raises :class:`StoreError` for one of another size."""
+        with self._lock:
+            reader = self._readers.get(file.sha256)
+            if reader is None:
+                reader = self._readers[file.sha256] = self._origin.open_blob(file.sha256, deadline)
+                if reader.size != file.size:
+                    raise StoreError(
+                        f"{file.path} (blob {file.sha256[:12]} of {self.url})",
+                        expected=f"{file.size} bytes",
+                        found=f"{reader.size}",
+                        do="run `warmcast verify`, then deploy again",
+                    )
+            return reader
 
 
-class _Staging:
-    """A staging buffer for each thread that reads: pinned, and with a stream, for a GPU."""
+class _Streaming:
+    """One stream: threads that each take the next chunk until none is left, or one fails."""
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self._nbytes = nbytes
+    def __init__(
+        self, blobs: _Blobs, staging: Staging, device: torch.device, deadline: Deadline
+    ) -> None:
+        self._blobs = blobs
+        self._staging = staging
         self._device = device
-        self._mine = threading.local()
+        self._deadline = deadline
+        self._next = threading.Lock()
+        self._stop = threading.Event()
 
-    @contextmanager
-    def borrowed(self, length: int) -> Iterator[Tensor]:
-        """The thread's buffer; copies from it that were begun have ended when the context has."""
-        cuda = self._device.type == "cuda"
-        if not hasattr(self._mine, "buffer"):
-            self._mine.buffer = torch.empty(self._nbytes, dtype=torch.uint8, pin_memory=cuda)
-            self._mine.stream = torch.cuda.Stream(self._device) if cuda else None
-        buffer: Tensor = self._mine.buffer[:length]
-        if not cuda:
-            yield buffer
-            return
-        with torch.cuda.stream(self._mine.stream):
-            yield buffer
-            self._mine.stream.synchronize()
+    def run(self, chunks: Iterator[_Chunk]) -> int:
+        """Bring all chunks over; the bytes that were read."""
+        count = max(1, min(_threads(), self._staging.nbytes // _PIECE))
+        with ThreadPoolExecutor(count, thread_name_prefix="warmcast-stream") as pool:
+            futures = [pool.submit(self._work, chunks, count) for _ in range(count)]
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            self._stop.set()
+            failed = [future for future in done if future.exception() is not None]
+        return sum(future.result() for future in failed or futures)
+
+    def _work(self, chunks: Iterator[_Chunk], lanes: int) -> int:
+        read = 0
+        with ExitStack() as stack:
+            lane = stack.enter_context(self._staging.lane(self._device, lanes))
+            # Copies go to the lane's stream; it has to be left before the lane ends.
+            stack.enter_context(_on(lane.stream))
+            while (chunk := self._take(chunks)) is not None:
+                self._bring(chunk, lane)
+                read += chunk.length
+        return read
+
+    def _take(self, chunks: Iterator[_Chunk]) -> _Chunk | None:
+        if self._stop.is_set():
+            return None
+        with self._next:
+            return next(chunks, None)
+
+    def _bring(self, chunk: _Chunk, lane: Lane) -> None:
+        reader = self._blobs.reader(chunk.file, self._deadline)
+        found = ""
+        for last in (False, True):
+            try:
+                found = to_hex(self._copied(chunk, reader, lane))
+            except StoreError:
+                if last:
+                    raise
+                continue
+            if chunk.crc32c in (None, found):
+                return
+        raise IntegrityError(
+            f"{chunk.file.path} at byte {chunk.begin} "
+            f"(blob {chunk.file.sha256[:12]} of {self._blobs.url})",
+            expected=f"{chunk.length} bytes with CRC32C {chunk.crc32c}",
+            found=f"{found}, twice",
+            do="run `warmcast verify`, then deploy again",
+        )
+
+    def _copied(self, chunk: _Chunk, reader: ObjectReader, lane: Lane) -> int:
+        """Bring a chunk's bytes to their places; their CRC32C."""
+        crc = 0
+        size = max(_PIECE, reader.step)
+        for begin in range(chunk.begin, chunk.begin + chunk.length, size):
+            length = min(size, chunk.begin + chunk.length - begin)
+            place = self._place(chunk, begin, length)
+            if place is not None:
+                crc = self._read(reader, begin, host_view(place), place.data_ptr(), crc)
+                continue
+            slot = lane.next(size, self._deadline)
+            crc = self._read(reader, begin, slot.view[:length], slot.address, crc)
+            for comb in chunk.combs:
+                comb.copy(slot.buffer[:length], begin)
+            if lane.stream is not None:
+                slot.copying(lane.stream)
+        return crc
+
+    def _place(self, chunk: _Chunk, begin: int, length: int) -> Tensor | None:
+        """Where a piece can be read to at once: host memory that all of it belongs in."""
+        if self._device.type != "cpu":
+            return None
+        places = (comb.solid(begin, length) for comb in chunk.combs)
+        return next((place for place in places if place is not None), None)
+
+    def _read(
+        self, reader: ObjectReader, begin: int, view: memoryview, address: int, crc: int
+    ) -> int:
+        for at in range(0, len(view), reader.step):
+            piece = view[at : at + reader.step]
+            reader.read_into(begin + at, piece, self._deadline)
+            crc = crc32c_at(address + at, len(piece), crc)
+        return crc
+
+
+def _on(stream: torch.cuda.Stream | None) -> torch.cuda.StreamContext | nullcontext[None]:
+    return torch.cuda.stream(stream) if stream is not None else nullcontext()
 
 
 def _threads() -> int:
-    return max(2, min(8, os.cpu_count() or 1))
+    return max(2, min(_THREADS, os.cpu_count() or 1))

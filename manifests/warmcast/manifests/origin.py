@@ -39,7 +39,7 @@ from warmcast.manifests.manifest import (
     parse_manifest,
     parse_record,
 )
-from warmcast.manifests.stores import ObjectInfo, ObjectStore, open_store
+from warmcast.manifests.stores import ObjectInfo, ObjectReader, ObjectStore, open_store
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._+-]*"
 _REF = re.compile(rf"{_PART}(?:/{_PART})*@{_PART}")
@@ -148,6 +148,10 @@ class Origin:
     def read_blob(self, sha256: str, offset: int, buffer: memoryview, deadline: Deadline) -> None:
         """Fill ``buffer`` with a blob's bytes from ``offset``; the bytes are not checked here."""
         self.store.read_into(blob_key(sha256), offset, buffer, deadline)
+
+    def open_blob(self, sha256: str, deadline: Deadline) -> ObjectReader:
+        """Open a blob, to read many ranges of it; the bytes are not checked here."""
+        return self.store.reader(blob_key(sha256), deadline)
 
     # Manifests
 

@@ -35,7 +35,7 @@ def _truncate(path: Path) -> None:
 
 FAULTS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "flipped bit": (_flip, "IntegrityError", f"model.safetensors at byte {16 << 20} "),
-    "truncated": (_truncate, "StoreError", "blobs/sha256/"),
+    "truncated": (_truncate, "StoreError", "model.safetensors (blob "),
     "missing": (Path.unlink, "NotFound", "blobs/sha256/"),
 }
 

@@ -44,7 +44,7 @@ from warmcast.loader.registry import Registry, Watch
 from warmcast.loader.routes import peer
 from warmcast.loader.transports.gloo import Gloo, _RegistryStore
 from warmcast.manifests.errors import WarmcastError
-from warmcast.manifests.origin import Origin
+from warmcast.manifests.stores.file_reader import FileReader
 
 REF = "model@test"
 LAYERS, WIDTH, HEIGHT = 3, 2048, 1792  # 14 MiB a layer, 42 MiB in all: three pieces of a transfer
@@ -247,7 +247,7 @@ def main(
     halts.midway(Gloo, "receiving", "receiving")
     halts.before(Watch, "wait", "waiting", lambda *args: True)
     halts.after(Registry, "acquire", "leased", lambda lease: lease is not None)
-    halts.before(Origin, "read_blob", "reading", lambda *args: True)
+    halts.before(FileReader, "read_into", "reading", lambda *args: True)
     worker = _Worker(origin, registry)
     orders.send(None)
     with suppress(EOFError):

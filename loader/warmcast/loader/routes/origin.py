@@ -7,6 +7,7 @@ import time
 from warmcast.loader.errors import SkeletonMismatch
 from warmcast.loader.plan import Targets
 from warmcast.loader.routes import Job, Source
+from warmcast.loader.staging import Staging
 from warmcast.loader.stream import stream
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.manifest import Manifest
@@ -14,12 +15,14 @@ from warmcast.manifests.origin import Origin
 
 
 class OriginRoute:
-    """Read the files' blobs from the origin."""
+    """Read the files' blobs from the origin; ``careful``: whole chunks only, each checked."""
 
     name = "origin"
 
-    def __init__(self, origin: Origin) -> None:
+    def __init__(self, origin: Origin, staging: Staging, *, careful: bool = False) -> None:
         self._origin = origin
+        self._staging = staging
+        self._careful = careful
 
     def find(self, job: Job, deadline: Deadline) -> Source:
         """The origin itself; :class:`SkeletonMismatch` for a plan of changed weights."""
@@ -27,21 +30,27 @@ class OriginRoute:
             raise SkeletonMismatch(
                 "origin", expected="containers as deployed", found="changed ones"
             )
-        return _OriginSource(self._origin, job.manifest)
+        return _OriginSource(self._origin, job.manifest, self._staging, careful=self._careful)
 
 
 class _OriginSource:
     transport: str | None = None
     reason = ""
 
-    def __init__(self, origin: Origin, manifest: Manifest) -> None:
+    def __init__(
+        self, origin: Origin, manifest: Manifest, staging: Staging, *, careful: bool
+    ) -> None:
         self._origin = origin
         self._manifest = manifest
+        self._staging = staging
+        self._careful = careful
         self.name = origin.url
 
     def fill(self, targets: Targets, deadline: Deadline) -> float:
         began = time.monotonic()
-        stream(self._origin, self._manifest, targets, deadline)
+        stream(
+            self._origin, self._manifest, targets, self._staging, deadline, careful=self._careful
+        )
         return time.monotonic() - began
 
     def abandon(self) -> None:

@@ -30,6 +30,22 @@ class ObjectInfo:
     crc32c: int | None = None
 
 
+class ObjectReader(Protocol):
+    """One version of an object, held: reads are of that version, or fail. Safe between threads.
+
+    ``size`` in bytes; ``step`` is how many bytes are best asked for at once.
+    """
+
+    size: int
+    step: int
+
+    def read_into(self, offset: int, buffer: memoryview, deadline: Deadline) -> None:
+        """Fill ``buffer`` with the object's bytes from ``offset``; raises as the store does."""
+
+    def close(self) -> None:
+        """Give back what is held."""
+
+
 class ObjectStore(Protocol):
     """Objects under keys. A new store is one file beside this one and a line in ``_STORES``."""
 
@@ -58,6 +74,9 @@ class ObjectStore(Protocol):
         Raises :class:`NotFound`, :class:`PreconditionFailed` if ``etag`` is given and the object
         is another version, and :class:`StoreError` if the object ends before the buffer is full.
         """
+
+    def reader(self, key: str, deadline: Deadline) -> ObjectReader:
+        """Open an object, to read many ranges of it; raises :class:`NotFound`."""
 
     def create(self, key: str, data: bytes, deadline: Deadline) -> bool:
         """Write a small object if there is none; whether it was written."""

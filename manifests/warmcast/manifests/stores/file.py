@@ -24,6 +24,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import unquote, urlsplit
@@ -39,7 +40,7 @@ from warmcast.manifests.errors import (
     UsageError,
     WarmcastError,
 )
-from warmcast.manifests.stores import ObjectInfo
+from warmcast.manifests.stores import ObjectInfo, ObjectReader
 from warmcast.manifests.stores.checks import (
     RESERVED,
     check_key,
@@ -48,6 +49,7 @@ from warmcast.manifests.stores.checks import (
     is_key_part,
     pieces,
 )
+from warmcast.manifests.stores.file_reader import FileReader
 
 _SMALL = 1 << 16
 _PIECE = 1 << 22
@@ -105,6 +107,12 @@ class FileStore:
                     self._where(key), expected=f"an offset of {size} at most", found=offset
                 )
             self._fill(fd, key, offset, view, deadline)
+
+    def reader(self, key: str, deadline: Deadline) -> ObjectReader:
+        """Open an object: a file that is replaced meanwhile does not change what is read."""
+        deadline.check(f"opening {key}")
+        with self._opened(key) as fd:
+            return FileReader(os.dup(fd), self._where(key), partial(self._error, key))
 
     def create(self, key: str, data: bytes, deadline: Deadline) -> bool:
         """Write a small object if there is none; whether it was written."""

@@ -38,10 +38,11 @@ from warmcast.manifests.errors import (
     UsageError,
     WarmcastError,
 )
-from warmcast.manifests.stores import ObjectInfo
+from warmcast.manifests.stores import ObjectInfo, ObjectReader
 from warmcast.manifests.stores.checks import check_key, check_prefix, check_range, pieces
 from warmcast.manifests.stores.http import Attempts, Http, Transient, read_all
 from warmcast.manifests.stores.ranges import read_range
+from warmcast.manifests.stores.readers import VersionReader
 from warmcast.manifests.stores.s3_errors import error_of, error_of_botocore, error_of_client
 from warmcast.manifests.stores.s3_upload import abort_all, upload_in_parts
 
@@ -151,6 +152,10 @@ class S3Store:
             etag=etag,
             error_of=lambda response: self._error(response, key, deadline),
         )
+
+    def reader(self, key: str, deadline: Deadline) -> ObjectReader:
+        """Open an object: every range is read under the etag that it has now."""
+        return VersionReader.open(self, key, deadline)
 
     def create(self, key: str, data: bytes, deadline: Deadline) -> bool:
         """Write a small object if there is none; whether it was written."""
