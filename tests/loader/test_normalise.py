@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import struct
 
@@ -22,21 +23,32 @@ def test_every_value_of_16_bits(dtype):
     assert normalised([dtype], [samples]) == [sampling.normalised(dtype, samples)]
 
 
-def test_floats_about_every_float16_and_between_two():
-    """Each float16 and each tie between neighbours, as float32, with the values just beside it."""
-    bits = []
+def halves_and_ties() -> list[float]:
+    """Each finite float16 of one sign, and the middle between it and the next."""
+    values = []
     for half in range(0x7C00):
         here, there = struct.unpack("<2e", struct.pack("<2H", half, half + 1))
         # Rounding goes to infinity from half a step above the largest number.
-        tie = 65520.0 if there == float("inf") else (here + there) / 2
-        for value in (here, tie):
-            (pattern,) = struct.unpack("<I", struct.pack("<f", value))
-            bits += [p | sign for p in (max(pattern, 1) - 1, pattern, pattern + 1) for sign in SIGN]
-    samples = struct.pack(f"<{len(bits)}I", *bits)
-    assert normalised(["F32"], [samples]) == [sampling.normalised("F32", samples)]
+        values += [here, 65520.0 if math.isinf(there) else (here + there) / 2]
+    return values
 
 
-SIGN = (0, 1 << 31)
+@pytest.mark.parametrize(("dtype", "floats", "integers"), [("F32", "f", "I"), ("F64", "d", "Q")])
+def test_floats_about_every_float16_and_between_two(dtype, floats, integers):
+    """A float64 just beside the middle is the middle as a float32: it is rounded twice."""
+    values = halves_and_ties()
+    patterns = struct.unpack(
+        f"<{len(values)}{integers}", struct.pack(f"<{len(values)}{floats}", *values)
+    )
+    sign = 1 << (8 * struct.calcsize(integers) - 1)
+    bits = [
+        near | negative
+        for pattern in patterns
+        for near in (max(pattern, 1) - 1, pattern, pattern + 1)
+        for negative in (0, sign)
+    ]
+    samples = struct.pack(f"<{len(bits)}{integers}", *bits)
+    assert normalised([dtype], [samples]) == [sampling.normalised(dtype, samples)]
 
 
 @pytest.mark.parametrize(("dtype", "letter"), [("F32", "I"), ("F64", "Q")])
