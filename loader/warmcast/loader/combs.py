@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from warmcast.manifests.manifest import SliceEntry, TensorEntry
+
+
+class Move(NamedTuple):
+    """``rows`` runs of ``width`` bytes, each ``pitch`` bytes after the last, that go to one place.
+
+    The first begins at ``at`` in a buffer; ``to`` is where they go in the comb's target, packed.
+    """
+
+    at: int
+    to: int
+    rows: int
+    width: int
+    pitch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,26 +64,29 @@ class Comb:
             return self.first
         return self.begin + (self.rows - 1) * self.pitch + self.high
 
+    @property
+    def address(self) -> int:
+        """Where the target begins."""
+        return self.target.data_ptr()
+
     def solid(self, at: int, nbytes: int) -> Tensor | None:
         """The memory of ``nbytes`` bytes of the file from ``at``, if all of them lie there."""
         if self.rows != 1 or at < self.first or at + nbytes > self.end:
             return None
         return self.target[at - self.first : at - self.first + nbytes]
 
-    def copy(self, buffer: Tensor, at: int) -> None:
-        """Copy what ``buffer``, the file's bytes from ``at``, holds of this comb."""
-        start = max(at - self.begin, 0)
-        stop = min(at + buffer.numel() - self.begin, self.rows * self.pitch)
+    def moves(self, begin: int, nbytes: int) -> Iterator[Move]:
+        """What goes from a buffer of the file's ``nbytes`` bytes from ``begin`` to the target."""
+        start = max(begin - self.begin, 0)
+        stop = min(begin + nbytes - self.begin, self.rows * self.pitch)
         if start >= stop:
             return
-        offset = self.begin - at
+        offset = self.begin - begin
+        width = self.high - self.low
         first, last = -(-start // self.pitch), stop // self.pitch
         if first < last:
-            width = self.high - self.low
-            teeth = buffer[offset + first * self.pitch : offset + last * self.pitch]
-            teeth = teeth.view(last - first, self.pitch)[:, self.low : self.high]
-            place = self.target[first * width : last * width].view(last - first, width)
-            place.copy_(teeth, non_blocking=True)
+            at = offset + first * self.pitch + self.low
+            yield Move(at, first * width, last - first, width, self.pitch)
         # A row that begins before the buffer or ends after it.
         for row in {start // self.pitch, last} if first <= last else {last}:
             if first <= row < last or row >= self.rows:
@@ -75,7 +94,14 @@ class Comb:
             low = max(row * self.pitch + self.low, start)
             high = min(row * self.pitch + self.high, stop)
             if low < high:
-                first_byte = row * (self.high - self.low) + low - row * self.pitch - self.low
-                self.target[first_byte : first_byte + high - low].copy_(
-                    buffer[offset + low : offset + high], non_blocking=True
-                )
+                yield Move(offset + low, row * width + low - row * self.pitch - self.low, 1,
+                           high - low, 0)  # fmt: skip
+
+    def copy(self, buffer: Tensor, begin: int) -> None:
+        """Copy what ``buffer``, the file's bytes from ``begin``, holds of this comb."""
+        for at, to, rows, width, pitch in self.moves(begin, buffer.numel()):
+            teeth = torch.as_strided(
+                buffer, (rows, width), (pitch, 1), buffer.storage_offset() + at
+            )
+            place = self.target[to : to + rows * width].view(rows, width)
+            place.copy_(teeth, non_blocking=True)

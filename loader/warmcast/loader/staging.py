@@ -15,9 +15,10 @@ from contextlib import contextmanager
 
 import torch
 
+from warmcast.loader import dma
 from warmcast.manifests.deadline import Deadline
 
-_LANE = 3
+_LANE = 4
 """Slots of a lane, where there is room: one is read into while the others are copied from."""
 
 HOST_MEMORY = 2 << 30
@@ -36,10 +37,15 @@ class Slot:
         self.view = memoryview(self._memory)
         self.address = self.buffer.data_ptr()
         self._pinned = False
-        self._copied: torch.cuda.Event | None = None
+        self._copied: dma.Mark | None = None
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the slot's pages are locked, so that copies from it go on by themselves."""
+        return self._pinned
 
     def pin(self) -> None:
-        """Lock the slot's pages, for copies that go on by themselves; without leave, they wait."""
+        """Lock the slot's pages, if the system lets us."""
         if not self._pinned:
             result = torch.cuda.cudart().cudaHostRegister(self.address, self.nbytes, 0)
             self._pinned = int(result) == 0
@@ -47,17 +53,19 @@ class Slot:
     def wait(self) -> None:
         """Return when the last copy from the slot has ended."""
         if self._copied is not None:
-            self._copied.synchronize()
+            self._copied.wait()
 
-    def copying(self, stream: torch.cuda.Stream) -> None:
-        """Copies from the slot have been begun on ``stream``."""
+    def copying(self, stream: int) -> None:
+        """Copies from the slot have been begun on a stream, given by its handle."""
         if self._copied is None:
-            self._copied = torch.cuda.Event()
-        self._copied.record(stream)
+            self._copied = dma.Mark()
+        self._copied.set(stream)
 
     def free(self) -> None:
         """Unpin and unmap; nobody may use the slot any more."""
-        self.wait()
+        if self._copied is not None:
+            self._copied.wait()
+            self._copied.free()
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self.address)
         del self.buffer
@@ -68,12 +76,15 @@ class Slot:
 class Lane:
     """The slots of one thread, and the stream on which it copies; None without a GPU."""
 
-    def __init__(self, staging: Staging, device: torch.device, lanes: int) -> None:
+    def __init__(self, staging: Staging, lanes: int, after: torch.cuda.Stream | None) -> None:
         self._staging = staging
         self._lanes = lanes
         self._slots: list[Slot] = []
         self._turn = 0
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream = None
+        if after is not None:
+            self.stream = torch.cuda.Stream(after.device)
+            self.stream.wait_stream(after)
 
     def next(self, nbytes: int, deadline: Deadline) -> Slot:
         """A slot of ``nbytes`` that can be read into. A lane has slots of one length at a time."""
@@ -114,9 +125,13 @@ class Staging:
         self._free: list[Slot] = []
 
     @contextmanager
-    def lane(self, device: torch.device, lanes: int) -> Iterator[Lane]:
-        """A lane for one thread of ``lanes``."""
-        lane = Lane(self, device, lanes)
+    def lane(self, lanes: int, after: torch.cuda.Stream | None) -> Iterator[Lane]:
+        """A lane for one thread of ``lanes``.
+
+        Copies to a GPU follow on what has been begun ``after``, which may still use the memory
+        they go to; None where nothing goes to a GPU.
+        """
+        lane = Lane(self, lanes, after)
         try:
             yield lane
         finally:

@@ -8,8 +8,10 @@ copying go on together, and host memory is bounded whatever the model's size.
 
 A chunk whose CRC32C is wrong is read once more; if it fails again the load ends, naming file and
 offset. Chunks that hold nothing this rank wants are not read, and of those that it wants little of
-only that part is, which cannot be checked before the tensor is: such a load is done once more with
-whole chunks (``careful``) if its tensors turn out wrong.
+only that part is, which cannot be checked before the tensor is. Nor are chunks that come from this
+machine's own files on their way to a GPU: the GPU checks all that it holds in a few milliseconds,
+the processor would take longer for that than for reading. Where tensors turn out wrong then, the
+load is done once more, ``careful``: by whole chunks, each checked.
 """
 
 from __future__ import annotations
@@ -18,17 +20,19 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from warmcast.loader import dma
 from warmcast.loader.combs import Comb
 from warmcast.loader.containers import flat_bytes, host_view
+from warmcast.loader.cuda_context import current
 from warmcast.loader.plan import Targets
-from warmcast.loader.staging import Lane, Staging
+from warmcast.loader.staging import Lane, Slot, Staging
 from warmcast.manifests.checksum import crc32c_at, to_hex
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import IntegrityError, StoreError
@@ -36,8 +40,9 @@ from warmcast.manifests.manifest import FileEntry, Manifest
 from warmcast.manifests.origin import Origin
 from warmcast.manifests.stores import ObjectReader
 
-_PIECE = 4 << 20
-"""Bytes that are copied at once; more, where a store is better asked for more."""
+_PIECE = 2 << 20
+"""Bytes that are copied at once; more, where a store is better asked for more. The slots of all
+threads together stay in the processor's cache, which is worth more than longer copies."""
 
 _PART = 0.75
 """The part of a chunk's bytes beneath which only what is wanted of it is read."""
@@ -94,7 +99,8 @@ def stream(
             combs.setdefault(placement.entry.file, []).append(comb)
     with ExitStack() as stack:
         blobs = stack.enter_context(_Blobs(origin))
-        streaming = _Streaming(blobs, staging, targets.tensors[0].device, deadline)
+        device = targets.tensors[0].device
+        streaming = _Streaming(blobs, staging, device, deadline, careful=careful)
         read = streaming.run(_chunks(manifest, combs, careful=careful))
     for copy_over in finish:
         copy_over()
@@ -174,12 +180,21 @@ class _Streaming:
     """One stream: threads that each take the next chunk until none is left, or one fails."""
 
     def __init__(
-        self, blobs: _Blobs, staging: Staging, device: torch.device, deadline: Deadline
+        self,
+        blobs: _Blobs,
+        staging: Staging,
+        device: torch.device,
+        deadline: Deadline,
+        *,
+        careful: bool,
     ) -> None:
         self._blobs = blobs
+        self._careful = careful
         self._staging = staging
         self._device = device
         self._deadline = deadline
+        gpu = device.type == "cuda"
+        self._after = torch.cuda.current_stream(device) if gpu else None
         self._next = threading.Lock()
         self._stop = threading.Event()
 
@@ -196,9 +211,9 @@ class _Streaming:
     def _work(self, chunks: Iterator[_Chunk], lanes: int) -> int:
         read = 0
         with ExitStack() as stack:
-            lane = stack.enter_context(self._staging.lane(self._device, lanes))
-            # Copies go to the lane's stream; it has to be left before the lane ends.
-            stack.enter_context(_on(lane.stream))
+            if self._after is not None:
+                stack.enter_context(current(self._device))
+            lane = stack.enter_context(self._staging.lane(lanes, self._after))
             while (chunk := self._take(chunks)) is not None:
                 self._bring(chunk, lane)
                 read += chunk.length
@@ -212,26 +227,31 @@ class _Streaming:
 
     def _bring(self, chunk: _Chunk, lane: Lane) -> None:
         reader = self._blobs.reader(chunk.file, self._deadline)
+        expected = None if self._checked_later(reader) else chunk.crc32c
         found = ""
         for last in (False, True):
             try:
-                found = to_hex(self._copied(chunk, reader, lane))
+                found = to_hex(self._copied(chunk, reader, lane, check=expected is not None))
             except StoreError:
                 if last:
                     raise
                 continue
-            if chunk.crc32c in (None, found):
+            if expected in (None, found):
                 return
         raise IntegrityError(
             f"{chunk.file.path} at byte {chunk.begin} "
             f"(blob {chunk.file.sha256[:12]} of {self._blobs.url})",
-            expected=f"{chunk.length} bytes with CRC32C {chunk.crc32c}",
+            expected=f"{chunk.length} bytes with CRC32C {expected}",
             found=f"{found}, twice",
             do="run `warmcast verify`, then deploy again",
         )
 
-    def _copied(self, chunk: _Chunk, reader: ObjectReader, lane: Lane) -> int:
-        """Bring a chunk's bytes to their places; their CRC32C."""
+    def _checked_later(self, reader: ObjectReader) -> bool:
+        """Whether checking here would cost more than it saves: the GPU checks what it holds."""
+        return self._after is not None and reader.local and not self._careful
+
+    def _copied(self, chunk: _Chunk, reader: ObjectReader, lane: Lane, *, check: bool) -> int:
+        """Bring a chunk's bytes to their places; their CRC32C, if it is wanted."""
         crc = 0
         size = max(_PIECE, reader.step)
         for begin in range(chunk.begin, chunk.begin + chunk.length, size):
@@ -241,11 +261,15 @@ class _Streaming:
                 crc = self._read(reader, begin, host_view(place), place.data_ptr(), crc)
                 continue
             slot = lane.next(size, self._deadline)
-            crc = self._read(reader, begin, slot.view[:length], slot.address, crc)
-            for comb in chunk.combs:
-                comb.copy(slot.buffer[:length], begin)
-            if lane.stream is not None:
-                slot.copying(lane.stream)
+            if check:
+                crc = self._read(reader, begin, slot.view[:length], slot.address, crc)
+            else:
+                reader.read_into(begin, slot.view[:length], self._deadline)
+            if lane.stream is not None and slot.pinned:
+                _send(chunk.combs, slot, begin, length, lane.stream.cuda_stream)
+            else:
+                for comb in chunk.combs:
+                    comb.copy(slot.buffer[:length], begin)
         return crc
 
     def _place(self, chunk: _Chunk, begin: int, length: int) -> Tensor | None:
@@ -265,8 +289,16 @@ class _Streaming:
         return crc
 
 
-def _on(stream: torch.cuda.Stream | None) -> torch.cuda.StreamContext | nullcontext[None]:
-    return torch.cuda.stream(stream) if stream is not None else nullcontext()
+def _send(combs: Sequence[Comb], slot: Slot, begin: int, length: int, stream: int) -> None:
+    """Begin to copy what a slot, the file's ``length`` bytes from ``begin``, holds of each comb."""
+    for comb in combs:
+        for at, to, rows, width, pitch in comb.moves(begin, length):
+            place, source = comb.address + to, slot.address + at
+            if rows == 1:
+                dma.copy(place, source, width, stream)
+            else:
+                dma.copy_rows(place, source, width, pitch, rows, stream)
+    slot.copying(stream)
 
 
 def _threads() -> int:

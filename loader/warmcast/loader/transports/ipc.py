@@ -23,6 +23,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from warmcast.loader.cuda_context import current
 from warmcast.loader.errors import TransferFailed, TransportUnusable
 from warmcast.loader.transports import Endpoint, Receiving, Sending, Transfer, ipc_memory
 from warmcast.loader.transports.ipc_channel import (
@@ -116,7 +117,7 @@ class Ipc:
 
 
 def _receive(transfer: Transfer, sender: Channel, token: str) -> float:
-    with ipc_memory.current(transfer.device), ExitStack() as stack:
+    with current(transfer.device), ExitStack() as stack:
         relay = None
         if transfer.regions and ipc_memory.unexportable(transfer.regions) is None:
             relay = stack.enter_context(_Relay(transfer).running())
@@ -222,7 +223,7 @@ class _Giving:
 
 def _give(transfer: Transfer, channel: Channel) -> None:
     """Hand out the memory, and say that all of it is there."""
-    with ipc_memory.current(transfer.device):
+    with current(transfer.device):
         for part, fds in ipc_memory.export(transfer.regions):
             try:
                 message = Message(kind="part", part=part)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -72,14 +71,6 @@ def driver() -> ModuleType | None:
         return importlib.import_module("cuda.bindings.driver")
     except ImportError:
         return None
-
-
-@contextmanager
-def current(device: torch.device) -> Iterator[None]:
-    """Make a GPU's context the thread's current one, which the driver's calls need."""
-    with torch.cuda.device(device):
-        torch.cuda.mem_get_info(device)  # in a new thread only a call of the runtime does it
-        yield
 
 
 def unexportable(regions: Sequence[Tensor]) -> str | None:

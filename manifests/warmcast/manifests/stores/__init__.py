@@ -33,11 +33,13 @@ class ObjectInfo:
 class ObjectReader(Protocol):
     """One version of an object, held: reads are of that version, or fail. Safe between threads.
 
-    ``size`` in bytes; ``step`` is how many bytes are best asked for at once.
+    ``size`` in bytes; ``step`` is how many bytes are best asked for at once; ``local`` tells that
+    they come from this machine's own files.
     """
 
     size: int
     step: int
+    local: bool
 
     def read_into(self, offset: int, buffer: memoryview, deadline: Deadline) -> None:
         """Fill ``buffer`` with the object's bytes from ``offset``; raises as the store does."""

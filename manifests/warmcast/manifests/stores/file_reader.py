@@ -35,6 +35,7 @@ class FileReader:
     ``where`` is the file's name in errors, ``explain`` turns the system's errors into ours.
     """
 
+    local = True
     step = 1 << 20  # what stays in the processor's cache until it has been looked at
 
     def __init__(self, fd: int, where: str, explain: Callable[[OSError], StoreError]) -> None:

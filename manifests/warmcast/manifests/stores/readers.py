@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 class VersionReader:
     """Reads ranges of the version that an object had when it was opened, or fails."""
 
+    local = False
     step = 16 << 20  # a request costs about a millisecond of the processor's time
 
     def __init__(self, store: ObjectStore, info: ObjectInfo) -> None:
