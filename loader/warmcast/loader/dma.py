@@ -10,6 +10,7 @@ Source: CUDA driver API (``cuMemcpyHtoDAsync``, ``cuMemcpy2DAsync``, events).
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -65,9 +66,13 @@ def _library(keep_lock: bool) -> Any:
     return library
 
 
-def copy(to: int, source: int, nbytes: int, stream: int) -> None:
-    """Begin to copy ``nbytes`` from pinned memory at ``source`` to the GPU's memory at ``to``."""
-    _check("cuMemcpyHtoDAsync", _library(True).cuMemcpyHtoDAsync_v2(to, source, nbytes, stream))
+def copier() -> Callable[[int, int, int, int], int]:
+    """``cuMemcpyHtoDAsync``: (to, pinned source, bytes, stream) -> an error, 0 if there is none.
+
+    As bare as this because a thread that streams spends its time here.
+    """
+    function: Callable[[int, int, int, int], int] = _library(True).cuMemcpyHtoDAsync_v2
+    return function
 
 
 def copy_rows(to: int, source: int, width: int, pitch: int, rows: int, stream: int) -> None:
@@ -82,7 +87,7 @@ def copy_rows(to: int, source: int, width: int, pitch: int, rows: int, stream: i
         width=width,
         height=rows,
     )
-    _check("cuMemcpy2DAsync", _library(True).cuMemcpy2DAsync_v2(ctypes.byref(request), stream))
+    check("cuMemcpy2DAsync", _library(True).cuMemcpy2DAsync_v2(ctypes.byref(request), stream))
 
 
 class Mark:
@@ -91,24 +96,29 @@ class Mark:
     def __init__(self) -> None:
         self._event = _Handle()
         created = _library(True).cuEventCreate(ctypes.byref(self._event), _DISABLE_TIMING)
-        _check("cuEventCreate", created)
+        check("cuEventCreate", created)
+        self._record = _library(True).cuEventRecord
+        self._query = _library(True).cuEventQuery
 
     def set(self, stream: int) -> None:
         """Move the mark behind what was begun on the stream."""
-        _check("cuEventRecord", _library(True).cuEventRecord(self._event, stream))
+        if error := self._record(self._event, stream):
+            check("cuEventRecord", error)
 
     def wait(self) -> None:
         """Return when what stands before the mark is done."""
-        state = _library(True).cuEventQuery(self._event)
+        state = self._query(self._event)
         if state == _NOT_READY:
             state = _library(False).cuEventSynchronize(self._event)
-        _check("cuEventSynchronize", state)
+        if state:
+            check("cuEventSynchronize", state)
 
     def free(self) -> None:
         """Give the event back."""
         _library(True).cuEventDestroy_v2(self._event)
 
 
-def _check(call: str, result: int) -> None:
+def check(call: str, result: int) -> None:
+    """Raise :class:`WarmcastError` for a call that gave an error."""
     if result:
         raise WarmcastError(f"CUDA: {call}", expected="success", found=f"error {result}")

@@ -43,7 +43,7 @@ class FileReader:
         self._fd = fd
         self._where = where
         self._explain = explain
-        self._nowait = hasattr(os, "RWF_NOWAIT")
+        self._flags = getattr(os, "RWF_NOWAIT", 0)
         self._direct = self._open_direct() if self.size > _memory_free() else -1
         self._ahead = 0
 
@@ -54,6 +54,10 @@ class FileReader:
         """
         view = buffer.cast("B")
         done = 0
+        with contextlib.suppress(OSError):  # what is the matter with it is found out below
+            # Mostly all of it is in the cache. Threads that stream come here tens of thousands of
+            # times a second.
+            done = os.preadv(self._fd, (view,), offset, self._flags)
         while done < len(view):
             deadline.check(f"reading {self._where}")
             piece = view[done : done + _PIECE]
@@ -77,16 +81,16 @@ class FileReader:
 
     def _cached(self, piece: memoryview, offset: int) -> int:
         """Take what the page cache has; 0 if that is nothing, or it cannot be asked."""
-        if not self._nowait:
+        if not self._flags:
             return 0
         try:
-            return os.preadv(self._fd, [piece], offset, os.RWF_NOWAIT)
+            return os.preadv(self._fd, (piece,), offset, self._flags)
         except BlockingIOError:
             return 0
         except OSError as cause:
             if cause.errno not in _NO_NOWAIT:
                 raise
-            self._nowait = False  # a file system that always answers at once, or never can
+            self._flags = 0  # a file system that always answers at once, or never can
             return 0
 
     def _cold(self, piece: memoryview, offset: int) -> int:
