@@ -18,7 +18,7 @@ import torch
 from warmcast.loader import dma
 from warmcast.manifests.deadline import Deadline
 
-_LANE = 3
+_LANE = 2
 """Slots of a lane, where there is room: one is read into while the others are copied from."""
 
 HOST_MEMORY = 2 << 30

@@ -40,7 +40,7 @@ from warmcast.manifests.manifest import FileEntry, Manifest
 from warmcast.manifests.origin import Origin
 from warmcast.manifests.stores import ObjectReader
 
-_PIECE = 4 << 20
+_PIECE = 6 << 20
 """Bytes that are copied at once; more, where a store is better asked for more.
 
 With less the threads wait for the interpreter's lock, with more the slots of all of them do not
@@ -50,7 +50,7 @@ stay in the processor's cache.
 _PART = 0.75
 """The part of a chunk's bytes beneath which only what is wanted of it is read."""
 
-_THREADS = 16
+_THREADS = 12
 """Threads at most: what a PCIe link of 55 GB/s takes from the page cache."""
 
 
