@@ -467,12 +467,12 @@ def _forget(cause: BaseException | None) -> None:
 
 
 def _fill(source: Source, targets: Targets, limit: Deadline, note: Note) -> None:
-    moving = max(source.fill(targets, limit), 1e-9)
+    began, ended = note.moved = source.fill(targets, limit)
+    moving = max(ended - began, 1e-9)
     note.yes(
         f"{targets.plan.nbytes:,} bytes in {moving:.3f} s, "
         f"{targets.plan.nbytes / moving / 1e9:.2f} GB/s"
     )
-    note.moving = moving
 
 
 def _verify(targets: Targets, deadline: Deadline, note: Note) -> Verified:

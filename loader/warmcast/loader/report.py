@@ -17,14 +17,15 @@ from typing import Any
 class Stage:
     """One branch of the tree: what was tried, for how long (seconds), and how it came out.
 
-    ``moving`` are the seconds in which weights moved, in a stage that moves any.
+    ``moved`` is when the first weights moved and when the last had come, in seconds on the
+    monotonic clock, for a stage that moves any.
     """
 
     name: str
     outcome: str
     reason: str
     seconds: float
-    moving: float | None = None
+    moved: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ class Journal:
             raise
         finally:
             seconds = time.monotonic() - began
-            self.stages.append(Stage(name, note.outcome, note.reason, seconds, note.moving))
+            self.stages.append(Stage(name, note.outcome, note.reason, seconds, note.moved))
 
     def lines(self) -> list[str]:
         """The tree so far, as lines of text."""
@@ -107,12 +108,12 @@ class Journal:
 class Note:
     """How a stage came out: yes, unless it is told otherwise."""
 
-    __slots__ = ("moving", "outcome", "reason")
+    __slots__ = ("moved", "outcome", "reason")
 
     def __init__(self) -> None:
         self.outcome = "yes"
         self.reason = ""
-        self.moving: float | None = None
+        self.moved: tuple[float, float] | None = None
 
     def yes(self, reason: str) -> None:
         """The stage came out well, and this is worth knowing."""

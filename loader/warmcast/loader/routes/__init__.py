@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from warmcast.loader.plan import Plan, Targets
+from warmcast.loader.transports import Span
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.identity import Identity
 from warmcast.manifests.manifest import Manifest
@@ -42,8 +43,8 @@ class Source(Protocol):
     transport: str | None
     reason: str
 
-    def fill(self, targets: Targets, deadline: Deadline) -> float:
-        """Fill every target; the seconds in which bytes moved, without preparations.
+    def fill(self, targets: Targets, deadline: Deadline) -> Span:
+        """Fill every target; when bytes moved, without preparations.
 
         After an error the targets are worth nothing.
         """

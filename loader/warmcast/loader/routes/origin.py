@@ -9,6 +9,7 @@ from warmcast.loader.plan import Targets
 from warmcast.loader.routes import Job, Source
 from warmcast.loader.staging import Staging
 from warmcast.loader.stream import stream
+from warmcast.loader.transports import Span
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.manifest import Manifest
 from warmcast.manifests.origin import Origin
@@ -46,12 +47,12 @@ class _OriginSource:
         self._careful = careful
         self.name = origin.url
 
-    def fill(self, targets: Targets, deadline: Deadline) -> float:
+    def fill(self, targets: Targets, deadline: Deadline) -> Span:
         began = time.monotonic()
         stream(
             self._origin, self._manifest, targets, self._staging, deadline, careful=self._careful
         )
-        return time.monotonic() - began
+        return began, time.monotonic()
 
     def abandon(self) -> None:
         """Nothing was begun."""

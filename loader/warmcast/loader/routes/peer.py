@@ -24,7 +24,7 @@ from warmcast.loader.handshake import (
 from warmcast.loader.plan import Targets
 from warmcast.loader.registry import Presence, Registry
 from warmcast.loader.routes import Job, Source
-from warmcast.loader.transports import Endpoint, Transfer, Transport
+from warmcast.loader.transports import Endpoint, Span, Transfer, Transport
 from warmcast.manifests.deadline import Deadline
 
 
@@ -135,7 +135,7 @@ class PeerSource:
         self.reason = agreement.answer.reason
         self._waits = Deadline.after(SENDER_PATIENCE)
 
-    def fill(self, targets: Targets, deadline: Deadline) -> float:
+    def fill(self, targets: Targets, deadline: Deadline) -> Span:
         """Confirm, and receive. Raises :class:`TransferFailed`, :class:`TransportUnusable`,
         :class:`RegistryUnavailable`, and :class:`PeerSilent` if the sender has waited for too
         long: it can be asked again.

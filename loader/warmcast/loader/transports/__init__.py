@@ -60,6 +60,10 @@ class Transfer:
         return sum(region.numel() for region in self.regions)
 
 
+Span = tuple[float, float]
+"""A begin and an end, in seconds on the monotonic clock, which is one for all of a host."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sending:
     """The sender's side of a transfer, ready to begin.
@@ -76,13 +80,13 @@ class Sending:
 class Receiving:
     """The receiver's side of a transfer, ready to begin.
 
-    ``ticket`` goes to the sender with the confirmation. ``run`` fills the regions and returns the
-    seconds in which bytes moved, without what it took to get at them; it raises
+    ``ticket`` goes to the sender with the confirmation. ``run`` fills the regions and returns when
+    bytes began to move and when the last had come, without what it took to get at them; it raises
     :class:`TransferFailed`, and the regions are then worth nothing.
     """
 
     ticket: str
-    run: Callable[[], float]
+    run: Callable[[], Span]
 
 
 class Transport(Protocol):

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Store
 
 from warmcast.loader.errors import RegistryUnavailable, TransferFailed
 from warmcast.loader.registry import Registry, mailbox
-from warmcast.loader.transports import Endpoint, Receiving, Sending, Transfer
+from warmcast.loader.transports import Endpoint, Receiving, Sending, Span, Transfer
 from warmcast.manifests.deadline import Deadline
 
 _PIECE = 16 << 20
@@ -65,10 +65,10 @@ class Gloo:
     def receiving(self, transfer: Transfer, offer: str) -> Iterator[Receiving]:
         """Nothing to hand over."""
 
-        def receive() -> float:
+        def receive() -> Span:
             began = time.monotonic()
             self._run(transfer, _RECEIVER, lambda pair, piece: pair.recv([piece], _SENDER, 0))
-            return time.monotonic() - began
+            return began, time.monotonic()
 
         yield Receiving("", receive)
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from warmcast.loader.cuda_context import current
 from warmcast.loader.errors import TransferFailed, TransportUnusable
-from warmcast.loader.transports import Endpoint, Receiving, Sending, Transfer, ipc_memory
+from warmcast.loader.transports import Endpoint, Receiving, Sending, Span, Transfer, ipc_memory
 from warmcast.loader.transports.ipc_channel import (
     Address,
     Channel,
@@ -116,7 +116,7 @@ class Ipc:
             yield Receiving("", partial(_receive, transfer, sender, address.token))
 
 
-def _receive(transfer: Transfer, sender: Channel, token: str) -> float:
+def _receive(transfer: Transfer, sender: Channel, token: str) -> Span:
     with current(transfer.device), ExitStack() as stack:
         relay = None
         if transfer.regions and ipc_memory.unexportable(transfer.regions) is None:
@@ -382,8 +382,8 @@ class _Pull:
                 if giver.channel is not self._sender:
                     giver.channel.close()
 
-    def run(self, before: Address | None) -> float:
-        """Fill the regions; the seconds from the first copy's start to the last one's end."""
+    def run(self, before: Address | None) -> Span:
+        """Fill the regions; when the first copy began and the last had ended."""
         # The memory may have been in use, by work that the current stream has yet to do.
         self._stream.wait_stream(torch.cuda.current_stream(self._transfer.device))
         giver = self._neighbour(before) if before is not None else None
@@ -409,9 +409,9 @@ class _Pull:
             elif lost and not self._copies:
                 raise giver.gone or TransferFailed("ipc")
             time.sleep(_POLL)
-        seconds = time.monotonic() - moving
-        self._part(seconds)
-        return seconds
+        ended = time.monotonic()
+        self._part(ended - moving)
+        return moving, ended
 
     def _part(self, seconds: float) -> None:
         """Tell everybody that all is there; a giver that has gone meanwhile does not matter."""

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 import torch
 
 from warmcast.loader.errors import TransferFailed
-from warmcast.loader.transports import Endpoint, Receiving, Sending, Transfer
+from warmcast.loader.transports import Endpoint, Receiving, Sending, Span, Transfer
 from warmcast.loader.transports import nccl_library as nccl
 
 _SENDER, _RECEIVER = 0, 1
@@ -62,12 +62,12 @@ class Nccl:
         unique = nccl.unique_id()
         joined = False
 
-        def receive() -> float:
+        def receive() -> Span:
             nonlocal joined
             began = time.monotonic()
             _run(transfer, unique, _RECEIVER)
             joined = True
-            return time.monotonic() - began
+            return began, time.monotonic()
 
         try:
             yield Receiving(unique.hex(), receive)
