@@ -48,3 +48,43 @@ def verify(
     result.print()
     if json_file is not None:
         record.write(result.record(), json_file)
+
+
+@bench.command()
+def wire(
+    gigabytes: Annotated[
+        float | None,
+        typer.Option("--gb", help="Size of the large model; a third of a GPU's memory."),
+    ] = None,
+    transport: Annotated[
+        str, typer.Option(help="Transports to measure, one after another.")
+    ] = "ipc,nccl",
+    receivers: Annotated[
+        int | None, typer.Option(help="Receivers at most; all GPUs but one.")
+    ] = None,
+    deadline: Annotated[
+        float, typer.Option(help="Seconds after which the benchmark gives up.")
+    ] = DEADLINE,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the figures to this file.")
+    ] = None,
+) -> None:
+    """Measure loads from peers, beside what the wire between the GPUs allows."""
+    names = [name.strip() for name in transport.split(",")]
+    if not set(names) <= {"ipc", "nccl"}:
+        raise UsageError("--transport", expected="names of ipc, nccl", found=repr(transport))
+    bounds = {"--deadline": deadline, "--gb": gigabytes, "--receivers": receivers}
+    for option, value in bounds.items():
+        if value is not None and not value > 0:
+            raise UsageError(option, expected="more than 0", found=value)
+
+    from warmcast.flows.cli import ended_by_sigterm
+    from warmcast.infra.bench import record
+    from warmcast.infra.bench.wire import run
+
+    record.check_destination(json_file)
+    with ended_by_sigterm():
+        result = run(gigabytes, names, receivers, Deadline.after(deadline))
+    result.print()
+    if json_file is not None:
+        record.write(result.record(), json_file)

@@ -140,9 +140,13 @@ class Channel:
         """Send a record."""
         os.write(self._out, json.dumps(record).encode() + b"\n")
 
+    def next_word(self) -> str:
+        """The next word that the demo says."""
+        return self._words.get()
+
     def wait_for(self, word: str) -> None:
         """Return when the demo says ``word``, the next that it has to say."""
-        heard = self._words.get()
+        heard = self.next_word()
         if heard != word:
             raise UsageError("the demo", expected=f"to say {word!r}", found=repr(heard))
 
