@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 
 import pytest
 import torch
@@ -170,6 +172,28 @@ def test_a_second_load_into_one_model(publish, loader):
     for deployed, seed in ((old, 1), (new, 2), (old, 1)):
         mine.load(model, deployed.ref)
         assert_same(model.state_dict(), filled(Encoder(), seed).state_dict())
+
+
+@pytest.mark.parametrize("route", ["origin", "peer"])
+def test_what_a_load_replaces_is_free_at_once(publish, loader, route):
+    """Not when Python's collector next runs: on a GPU the next load would find no room."""
+    deployed = publish(filled(Encoder(), 1).state_dict())
+    if route == "peer":
+        first = loader()
+        sender = skeleton_of(first, Encoder)
+        first.load(sender, deployed.ref)
+        first.serve(sender)
+    second = loader()
+    model = skeleton_of(second, Encoder)
+    gc.collect()
+    gc.disable()
+    try:
+        second.load(model, deployed.ref)
+        memory = [weakref.ref(parameter) for parameter in model.parameters()]
+        assert second.load(model, deployed.ref).route == route
+        assert not [ref for ref in memory if ref() is not None]
+    finally:
+        gc.enable()
 
 
 def test_serving_goes_on_with_what_was_loaded_first(publish, loader):

@@ -17,7 +17,28 @@ WarmcastError
 
 from __future__ import annotations
 
+import logging
+from typing import TypeVar
+
 from warmcast.manifests.errors import WarmcastError
+
+log = logging.getLogger("warmcast")
+
+E = TypeVar("E", bound=BaseException)
+
+
+def without_frames(cause: E) -> E:
+    """An error that is to be kept, without the frames that it came through.
+
+    They hold all that those functions saw, gigabytes of weights among it, and are held by each
+    other: only Python's collector would free them, which counts objects and not their bytes.
+    """
+    log.debug("kept for later: %s", cause, exc_info=cause)
+    link: BaseException | None = cause
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return cause
 
 
 class SkeletonMismatch(WarmcastError):

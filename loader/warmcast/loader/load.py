@@ -183,6 +183,9 @@ class Walk:
             identify=partial(self._identity, manifest),
         )
         served = self._stages.together("ready", partial(self._finish, self._installation))
+        # It knows this walk, and holds what stood in the model before: neither has to wait for the
+        # garbage collector, which counts objects and not their bytes.
+        self._installation = None
         return Loaded(self._report(manifest, filled), served)
 
     # 1 and 2: what is wanted, and into what

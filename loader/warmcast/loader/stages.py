@@ -7,12 +7,12 @@ the others have been told.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
+from warmcast.loader.errors import without_frames
 from warmcast.loader.quorum import Group, Verdict
 from warmcast.loader.report import Journal, Note
 from warmcast.manifests.deadline import Deadline
@@ -57,9 +57,7 @@ class Stages:
             try:
                 value = action(note)
             except WarmcastError as cause:
-                problem = cause
-                # They hold views of the memory that was being filled.
-                traceback.clear_frames(cause.__traceback__)
+                problem = without_frames(cause)
             except Exception as cause:
                 with suppress(WarmcastError):
                     self.group.vote(False, f"{type(cause).__name__}: {cause}", self.deadline)

@@ -12,6 +12,7 @@ from warmcast.loader.errors import (
     PeerRefused,
     PeerSilent,
     TransportUnusable,
+    without_frames,
 )
 from warmcast.loader.handshake import (
     RECEIVER_PATIENCE,
@@ -72,7 +73,7 @@ class PeerRoute:
             try:
                 return self._meet(job, sender, deadline, patience)
             except PeerError as cause:
-                problems.append(cause)
+                problems.append(without_frames(cause))
                 if not isinstance(cause, PeerBusy):
                     self._failed.add(sender.sender)
         busy = [problem for problem in problems if isinstance(problem, PeerBusy)]

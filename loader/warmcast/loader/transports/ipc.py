@@ -455,12 +455,14 @@ class _Pull:
         started = False
         while len(self._copies) < _DEPTH and self._asked < giver.ready:
             end = min(self._asked + CHUNK, giver.ready, self._transfer.nbytes)
+            runs = []
             while self._asked < end:
                 to, room = self._targets.at(self._asked)
                 source, there = sources.at(self._asked)
                 nbytes = min(room, there, end - self._asked)
-                ipc_memory.copy(to, source, nbytes, self._stream)
+                runs.append((to, source, nbytes))
                 self._asked += nbytes
+            ipc_memory.copy(runs, self._stream)
             event = torch.cuda.Event()
             event.record(self._stream)
             self._copies.append((self._asked, event))

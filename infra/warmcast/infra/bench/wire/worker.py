@@ -9,6 +9,7 @@ device, step after step, until it is told ``rest``: then it tells how long each 
 from __future__ import annotations
 
 import json
+import math
 import sys
 import threading
 import time
@@ -84,7 +85,7 @@ class _Work:
 
     def _random(self, rows: int, columns: int) -> torch.Tensor:
         values = torch.randn(rows, columns, device=self._device, dtype=torch.float32)
-        return (values / columns**0.5).to(torch.bfloat16)
+        return (values / math.sqrt(columns)).to(torch.bfloat16)
 
 
 def _chain(start: torch.Tensor, weights: list[torch.Tensor]) -> Callable[[], None]:
