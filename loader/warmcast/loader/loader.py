@@ -16,6 +16,7 @@ from torch import nn
 from warmcast.loader import cuda_checks, goodbye
 from warmcast.loader.address import host_id
 from warmcast.loader.change import Change
+from warmcast.loader.collector import frozen
 from warmcast.loader.containers import collect, marks
 from warmcast.loader.environment import DEADLINE, Settings
 from warmcast.loader.errors import GroupLost
@@ -143,7 +144,7 @@ class Loader:
             peers = PeerRoute(self._registry, self._endpoint(wanted.device, transports), transports)
         ways = Ways(self._origin, self._staging, self._registry, peers, lead)
         try:
-            with cuda_checks.compiling(wanted.device):
+            with cuda_checks.compiling(wanted.device), frozen():
                 loaded = Walk(model, wanted, ways, group, limit).run()
         except BaseException as cause:
             self._give_back(taken)

@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +35,7 @@ from warmcast.loader.transports.ipc_channel import (
     close_fds,
     listening,
 )
+from warmcast.loader.transports.ipc_memory import Part
 from warmcast.manifests.canonical import parse_json
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import InvalidData
@@ -221,10 +222,14 @@ class _Giving:
         return received.message
 
 
-def _give(transfer: Transfer, channel: Channel) -> None:
-    """Hand out the memory, and say that all of it is there."""
-    with current(transfer.device):
-        for part, fds in ipc_memory.export(transfer.regions):
+def _give(transfer: Transfer, channel: Channel, ready: Sequence[Part] | None = None) -> None:
+    """Hand out the memory: as it was described before, or described now."""
+    with ExitStack() as stack:
+        parts: Iterable[tuple[Part, list[int]]] = [(part, []) for part in ready or ()]
+        if ready is None:
+            stack.enter_context(current(transfer.device))
+            parts = ipc_memory.export(transfer.regions)
+        for part, fds in parts:
             try:
                 message = Message(kind="part", part=part)
                 channel.send(message, fds, deadline=transfer.deadline.within(_PATIENCE))
@@ -237,6 +242,9 @@ class _Relay:
 
     def __init__(self, transfer: Transfer) -> None:
         self._transfer = transfer
+        # Now, for the driver has one thing at a time done: while this worker opens another's
+        # memory, which takes milliseconds, the next in the chain would wait for its description.
+        self._parts = ipc_memory.described(transfer.regions)
         self._listener = Listener()
         self._lock = threading.Lock()
         self._next: Channel | None = None
@@ -291,7 +299,7 @@ class _Relay:
         try:
             while (message := self._message(channel)).kind != "done":
                 if message.kind == "want":
-                    _give(self._transfer, channel)
+                    _give(self._transfer, channel, self._parts)
                     with self._lock:
                         self._telling = True
                         self._tell()

@@ -112,6 +112,18 @@ def export(regions: Sequence[Tensor]) -> Iterator[tuple[Part, list[int]]]:
         exporter.close()
 
 
+def described(regions: Sequence[Tensor]) -> list[Part] | None:
+    """The parts of :func:`export`, ahead of time; None where they need file descriptors."""
+    parts = []
+    for part, fds in export(regions):
+        for fd in fds:
+            os.close(fd)
+        if fds:
+            return None
+        parts.append(part)
+    return parts
+
+
 class _Exporter:
     def __init__(self) -> None:
         self._known: dict[int, tuple[int, int, int]] = {}  # base -> block, place in it, bytes
