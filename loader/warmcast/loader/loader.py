@@ -157,7 +157,7 @@ class Loader:
         log.info("%s", loaded.report)
         return loaded.report
 
-    def serve(self, model: nn.Module, *, max_receivers: int = 4) -> Sender | None:
+    def serve(self, model: nn.Module, *, max_receivers: int = 8) -> Sender | None:
         """Be a sender of a loaded model's weights from now on, beside the worker's own work.
 
         At most ``max_receivers`` are served at a time. Returns None, with nothing served, where
