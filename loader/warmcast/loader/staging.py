@@ -102,10 +102,15 @@ class Lane:
         slot.wait()
         return slot
 
-    def end(self) -> None:
-        """Wait for all copies, and give the slots back."""
+    def settle(self) -> None:
+        """Wait for all copies."""
         for slot in self._slots:
             slot.wait()
+
+    def end(self) -> None:
+        """Wait for all copies, and give the slots back."""
+        self.settle()
+        for slot in self._slots:
             self._staging.give(slot)
         self._slots.clear()
 

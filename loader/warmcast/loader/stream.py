@@ -35,7 +35,7 @@ from warmcast.loader.plan import Targets
 from warmcast.loader.staging import Lane, Slot, Staging
 from warmcast.manifests.checksum import crc32c_at, to_hex
 from warmcast.manifests.deadline import Deadline
-from warmcast.manifests.errors import IntegrityError, StoreError
+from warmcast.manifests.errors import IntegrityError, StoreError, WarmcastError
 from warmcast.manifests.manifest import FileEntry, Manifest
 from warmcast.manifests.origin import Origin
 from warmcast.manifests.stores import ObjectReader
@@ -65,16 +65,35 @@ class _Chunk:
     begin: int
     length: int
     crc32c: str | None
-    combs: Sequence[Comb]
+    pieces: Sequence[_Piece]
+
+    @property
+    def combs(self) -> list[Comb]:
+        """The combs alone."""
+        return [piece.comb for piece in self.pieces]
+
+
+@dataclass(slots=True)
+class _Piece:
+    """One tensor's bytes: its number in the plan, where they are and go, and how many are left.
+
+    ``lay_out`` brings what was read aside to its place.
+    """
+
+    number: int
+    path: str
+    comb: Comb
+    left: int
+    lay_out: Callable[[], None] | None
 
 
 @dataclass(slots=True)
 class _Wanted:
-    """The combs of one chunk, in load order, and the span that they want of it."""
+    """The pieces of one chunk, in load order, and the span that they want of it."""
 
     begin: int
     end: int
-    combs: list[Comb] = field(default_factory=list)
+    pieces: list[_Piece] = field(default_factory=list)
 
 
 def stream(
@@ -85,66 +104,74 @@ def stream(
     deadline: Deadline,
     *,
     careful: bool = False,
+    order: Sequence[int] | None = None,
+    arrived: Callable[[int], None] | None = None,
+    stop: threading.Event | None = None,
 ) -> int:
     """Fill every target from the origin; the bytes that were read.
 
+    ``order`` gives the numbers of the plan's placements in the order in which they are to come;
+    ``arrived`` is told of each when its bytes are there, from any thread; ``stop`` ends the stream.
     Raises :class:`IntegrityError`, :class:`StoreError` or :class:`DeadlineExceeded`; the targets
     are then worth nothing. No thread outlives the call.
     """
-    if not targets.tensors:
+    pieces = [
+        piece
+        for number in (range(len(targets.tensors)) if order is None else order)
+        if (piece := _piece(targets, number)) is not None
+    ]
+    for piece in pieces:
+        if not piece.left and arrived is not None:
+            arrived(piece.number)
+    if not pieces:
         return 0
-    combs: dict[str, list[Comb]] = {}
-    finish: list[Callable[[], None]] = []
-    for placement, tensor in zip(targets.plan.placements, targets.tensors, strict=True):
-        if placement.entry is not None:
-            target = _row_major(tensor, finish)
-            comb = Comb.of(placement.entry, placement.slice, flat_bytes(target))
-            combs.setdefault(placement.entry.file, []).append(comb)
-    with ExitStack() as stack:
-        blobs = stack.enter_context(_Blobs(origin))
+    with _Blobs(origin) as blobs:
         device = targets.tensors[0].device
-        streaming = _Streaming(blobs, staging, device, deadline, careful=careful)
-        read = streaming.run(_chunks(manifest, combs, careful=careful))
-    for copy_over in finish:
-        copy_over()
-    return read
+        streaming = _Streaming(
+            blobs, staging, device, deadline, arrived, stop or threading.Event(), careful=careful
+        )
+        return streaming.run(_chunks(manifest, pieces, careful=careful))
 
 
-def _row_major(tensor: Tensor, finish: list[Callable[[], None]]) -> Tensor:
-    """Memory for a tensor's bytes as the file has them: its own, where it is row-major."""
-    if tensor.is_contiguous():
-        return tensor
-    # Read aside on the device, and laid out as it should be at the end.
-    aside = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    finish.append(partial(_copy_over, tensor, aside))
-    return aside
+def _piece(targets: Targets, number: int) -> _Piece | None:
+    """What is to be read for one placement; None for weights that no file has."""
+    placement, tensor = targets.plan.placements[number], targets.tensors[number]
+    if placement.entry is None:
+        return None
+    target, lay_out = tensor, None
+    if not tensor.is_contiguous():
+        # Read aside on the device, and laid out as it should be when all is there.
+        target = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        lay_out = partial(_copy_over, tensor, target)
+    comb = Comb.of(placement.entry, placement.slice, flat_bytes(target))
+    return _Piece(number, placement.entry.file, comb, target.nbytes, lay_out)
 
 
 def _copy_over(tensor: Tensor, source: Tensor) -> None:
     tensor.copy_(source)
 
 
-def _chunks(manifest: Manifest, combs: dict[str, list[Comb]], *, careful: bool) -> Iterator[_Chunk]:
-    """What to read, in load order: that of the first comb which needs each chunk."""
+def _chunks(manifest: Manifest, pieces: Sequence[_Piece], *, careful: bool) -> Iterator[_Chunk]:
+    """What to read, in load order: that of the first piece which needs each chunk."""
     size = manifest.chunk_size
     wanted: dict[tuple[str, int], _Wanted] = {}
-    for path, of_file in combs.items():
-        for comb in of_file:
-            if comb.first == comb.end:
-                continue
-            for number in range(comb.first // size, -(-comb.end // size)):
-                begin, end = max(comb.first, number * size), min(comb.end, (number + 1) * size)
-                span = wanted.setdefault((path, number), _Wanted(begin, end))
-                span.begin, span.end = min(span.begin, begin), max(span.end, end)
-                span.combs.append(comb)
+    for piece in pieces:
+        comb = piece.comb
+        if comb.first == comb.end:
+            continue
+        for number in range(comb.first // size, -(-comb.end // size)):
+            begin, end = max(comb.first, number * size), min(comb.end, (number + 1) * size)
+            span = wanted.setdefault((piece.path, number), _Wanted(begin, end))
+            span.begin, span.end = min(span.begin, begin), max(span.end, end)
+            span.pieces.append(piece)
     for (path, number), span in wanted.items():
         file = manifest.file[path]
         begin = number * size
         length = min(size, file.size - begin)
         if careful or span.end - span.begin > _PART * length:
-            yield _Chunk(file, begin, length, file.chunks[number], span.combs)
+            yield _Chunk(file, begin, length, file.chunks[number], span.pieces)
         else:
-            yield _Chunk(file, span.begin, span.end - span.begin, None, span.combs)
+            yield _Chunk(file, span.begin, span.end - span.begin, None, span.pieces)
 
 
 class _Blobs:
@@ -188,9 +215,12 @@ class _Streaming:
         staging: Staging,
         device: torch.device,
         deadline: Deadline,
+        arrived: Callable[[int], None] | None,
+        stop: threading.Event,
         *,
         careful: bool,
     ) -> None:
+        self._arrived = arrived
         self._blobs = blobs
         self._careful = careful
         self._staging = staging
@@ -199,7 +229,8 @@ class _Streaming:
         gpu = device.type == "cuda"
         self._after = torch.cuda.current_stream(device) if gpu else None
         self._next = threading.Lock()
-        self._stop = threading.Event()
+        self._stop = stop
+        self._counting = threading.Lock()
 
     def run(self, chunks: Iterator[_Chunk]) -> int:
         """Bring all chunks over; the bytes that were read."""
@@ -207,9 +238,13 @@ class _Streaming:
         with ThreadPoolExecutor(count, thread_name_prefix="warmcast-stream") as pool:
             futures = [pool.submit(self._work, chunks, count) for _ in range(count)]
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            stopped = self._stop.is_set()
             self._stop.set()
             failed = [future for future in done if future.exception() is not None]
-        return sum(future.result() for future in failed or futures)
+        read = sum(future.result() for future in failed or futures)
+        if stopped:
+            raise WarmcastError("the load was given up")
+        return read
 
     def _work(self, chunks: Iterator[_Chunk], lanes: int) -> int:
         read = 0
@@ -220,7 +255,31 @@ class _Streaming:
             while (chunk := self._take(chunks)) is not None:
                 self._bring(chunk, lane)
                 read += chunk.length
+                self._count(chunk, lane)
         return read
+
+    def _count(self, chunk: _Chunk, lane: Lane) -> None:
+        """Count what has come of each tensor; one of which all has come is done with."""
+        if self._arrived is not None:
+            lane.settle()  # what was begun has to have ended before anybody is told of it
+        for piece in chunk.pieces:
+            came = sum(m.rows * m.width for m in piece.comb.moves(chunk.begin, chunk.length))
+            with self._counting:
+                piece.left -= came
+                whole = not piece.left
+            if whole and piece.lay_out is not None:
+                self._lay_out(piece.lay_out, lane)
+            if whole and self._arrived is not None:
+                self._arrived(piece.number)
+
+    def _lay_out(self, lay_out: Callable[[], None], lane: Lane) -> None:
+        """Bring a tensor that was read aside to its place, when all threads' copies have ended."""
+        if lane.stream is None:
+            lay_out()
+            return
+        torch.cuda.synchronize(self._device)
+        lay_out()
+        torch.cuda.synchronize(self._device)
 
     def _take(self, chunks: Iterator[_Chunk]) -> _Chunk | None:
         if self._stop.is_set():
