@@ -1,37 +1,38 @@
-"""NCCL: between two GPUs, of one host or of two.
+"""NCCL: between GPUs, of one host or of several, from one sender to many receivers at once.
 
-One communicator of two ranks, made for one transfer: nonblocking, polled under the deadline, and
-aborted when it is late. All regions go in one group call, as bytes, on a stream of their own.
-Connections are made lazily, so progress is polled after the group's end too, and events are
-recorded only then.
+Receivers that ask a sender at about the same time are served by one broadcast (see
+:mod:`nccl_party`); its communicator is made for it and gone after it. Nothing of NCCL's is waited
+for without a bound: communicators are nonblocking, polled under the deadline, and aborted.
 """
 
 from __future__ import annotations
 
-import ctypes
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from warmcast.loader.errors import TransferFailed
-from warmcast.loader.transports import Endpoint, Receiving, Sending, Span, Transfer
+from warmcast.loader.transports import Endpoint, Receiving, Sending, Transfer
 from warmcast.loader.transports import nccl_library as nccl
-
-_SENDER, _RECEIVER = 0, 1
-_POLL = 0.0002
-"""Seconds between looks at a communicator or event: NCCL offers nothing to wait on."""
-
-_ABORT = 5.0
-"""Seconds that an abort may take before its thread is left to end by itself."""
+from warmcast.loader.transports.nccl_broadcast import Payload
+from warmcast.loader.transports.nccl_messages import MAX_CTAS, Ticket, parse
+from warmcast.loader.transports.nccl_party import Gathering
+from warmcast.loader.transports.nccl_receive import Receiver
+from warmcast.loader.transports.nccl_send import lead
+from warmcast.manifests.errors import InvalidData, UsageError
 
 
 class Nccl:
-    """Broadcast from the sender to the receiver."""
+    """Broadcasts from a sender to the receivers of the moment."""
 
     name = "nccl"
+
+    def __init__(self) -> None:
+        """Raises :class:`UsageError` for a wrong WARMCAST_NCCL_MAX_CTAS."""
+        self._max_ctas = max_ctas(os.environ)
+        self._gathering = Gathering(lambda party: lead(party, self._max_ctas))
 
     def usable(self, device: torch.device) -> bool:
         """On a GPU, with the NCCL that torch brings."""
@@ -53,114 +54,38 @@ class Nccl:
 
     @contextmanager
     def sending(self, transfer: Transfer) -> Iterator[Sending]:
-        """Nothing to offer: the receiver makes what both need."""
-        yield Sending("", lambda ticket: _run(transfer, _unique(ticket), _SENDER))
+        """Nothing to offer: what the receivers need is told them when a party is complete."""
+        with self._gathering.coming() as arrived:
+
+            def send(ticket: str) -> None:
+                arrived()
+                self._gathering.serve(transfer, _parsed(ticket))
+
+            yield Sending("", send)
 
     @contextmanager
     def receiving(self, transfer: Transfer, offer: str) -> Iterator[Receiving]:
-        """The ticket is a unique id, made by the receiver: one that nobody joins leaks a thread."""
-        unique = nccl.unique_id()
-        joined = False
-
-        def receive() -> Span:
-            nonlocal joined
-            began = time.monotonic()
-            _run(transfer, unique, _RECEIVER)
-            joined = True
-            return began, time.monotonic()
-
-        try:
-            yield Receiving(unique.hex(), receive)
-        finally:
-            if not joined:
-                nccl.release(unique)
+        """Allocates what it takes to receive small regions together, for the time being."""
+        payload = Payload(transfer.regions, transfer.device)
+        gpu = str(torch.cuda.get_device_properties(transfer.device).uuid)
+        ticket = Ticket(gpu=gpu, staging=payload.can_pack, max_ctas=self._max_ctas)
+        yield Receiving(ticket.model_dump_json(), Receiver(transfer, payload).run)
 
 
-def _unique(ticket: str) -> bytes:
-    try:
-        unique = bytes.fromhex(ticket)
-    except ValueError:
-        unique = b""
-    if len(unique) != nccl.UNIQUE_ID_NBYTES:
-        raise TransferFailed("nccl", expected="a unique id of 128 bytes", found=repr(ticket[:16]))
-    return unique
-
-
-def _run(transfer: Transfer, unique: bytes, rank: int) -> None:
-    library = nccl.loaded()
-    device = transfer.device
-    with torch.cuda.device(device):
-        comm = ctypes.c_void_p()
-        configuration = nccl.config()
-        result = library.ncclCommInitRankConfig(
-            ctypes.byref(comm),
-            2,
-            nccl.UniqueId.from_buffer_copy(unique),
-            rank,
-            ctypes.byref(configuration),
+def max_ctas(env: Mapping[str, str]) -> int | None:
+    """WARMCAST_NCCL_MAX_CTAS: the thread blocks that a transfer may take of the GPU."""
+    text = env.get("WARMCAST_NCCL_MAX_CTAS")
+    if not text:
+        return None
+    if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= MAX_CTAS):
+        raise UsageError(
+            "WARMCAST_NCCL_MAX_CTAS", expected=f"an integer from 1 to {MAX_CTAS}", found=repr(text)
         )
-        try:
-            nccl.check(result, "ncclCommInitRankConfig")
-            _settle(transfer, comm, "creating the communicator")
-            _broadcast(transfer, comm)
-            nccl.check(library.ncclCommFinalize(comm), "ncclCommFinalize")
-            _settle(transfer, comm, "closing the communicator")
-        except BaseException:
-            _abort(comm)
-            raise
-        nccl.check(library.ncclCommDestroy(comm), "ncclCommDestroy")
+    return int(text)
 
 
-def _broadcast(transfer: Transfer, comm: ctypes.c_void_p) -> None:
-    library = nccl.loaded()
-    stream = torch.cuda.Stream(transfer.device)
-    # The memory may have been in use, by work that the current stream has yet to do.
-    stream.wait_stream(torch.cuda.current_stream(transfer.device))
-    nccl.check(library.ncclGroupStart(), "ncclGroupStart")
+def _parsed(ticket: str) -> Ticket:
     try:
-        for region in transfer.regions:
-            pointer = region.data_ptr()
-            result = library.ncclBroadcast(
-                pointer, pointer, region.numel(), nccl.UINT8, _SENDER, comm, stream.cuda_stream
-            )
-            nccl.check(result, "ncclBroadcast")
-    finally:
-        ended = library.ncclGroupEnd()
-    nccl.check(ended, "ncclGroupEnd")
-    _settle(transfer, comm, "starting the transfer")
-    done = torch.cuda.Event()
-    done.record(stream)
-    _poll(transfer, comm, done.query, "transferring weights")
-
-
-def _settle(transfer: Transfer, comm: ctypes.c_void_p, doing: str) -> None:
-    """Wait until the communicator has done what was last asked of it."""
-    _poll(transfer, comm, lambda: _state(comm) == nccl.SUCCESS, doing)
-
-
-def _poll(transfer: Transfer, comm: ctypes.c_void_p, done: Callable[[], bool], doing: str) -> None:
-    while not done():
-        nccl.check(_state(comm), doing)
-        transfer.deadline.check(doing)
-        transfer.alive()
-        time.sleep(_POLL)
-    nccl.check(_state(comm), doing)
-
-
-def _state(comm: ctypes.c_void_p) -> int:
-    state = ctypes.c_int()
-    nccl.check(
-        nccl.loaded().ncclCommGetAsyncError(comm, ctypes.byref(state)), "ncclCommGetAsyncError"
-    )
-    return state.value
-
-
-def _abort(comm: ctypes.c_void_p) -> None:
-    """Abort in a thread: NCCL joins its own threads there, which may take seconds."""
-    if not comm.value:
-        return
-    thread = threading.Thread(
-        target=nccl.loaded().ncclCommAbort, args=(comm,), name="warmcast-abort", daemon=True
-    )
-    thread.start()
-    thread.join(_ABORT)
+        return parse(Ticket, ticket.encode())
+    except InvalidData as cause:
+        raise TransferFailed("nccl", found=f"no ticket: {cause}") from cause

@@ -129,8 +129,8 @@ def unique_id() -> bytes:
     return bytes(value)
 
 
-def config() -> _Config:
-    """The configuration of a nonblocking communicator."""
+def config(max_ctas: int | None) -> _Config:
+    """The configuration of a nonblocking communicator of at most so many CTAs (thread blocks)."""
     return _Config(
         ctypes.sizeof(_Config),
         _MAGIC,
@@ -138,7 +138,7 @@ def config() -> _Config:
         0,
         _UNDEFINED,
         _UNDEFINED,
-        _UNDEFINED,
+        _UNDEFINED if max_ctas is None else max_ctas,
         None,
         _UNDEFINED,
     )

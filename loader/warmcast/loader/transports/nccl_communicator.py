@@ -1,0 +1,156 @@
+"""One rank of an NCCL communicator: nonblocking, polled, and ended in any case.
+
+NCCL offers nothing to wait on: whatever was asked is polled, and a ``check`` that the owner gives
+raises when the waiting has to end. A communicator is used by one thread. It ends by :meth:`close`
+or :meth:`abort`, in a thread that is then the only one to call anything on it: NCCL joins threads
+of its own there, which sleep for up to half a second.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+import torch
+
+from warmcast.loader.transports import nccl_library as nccl
+from warmcast.manifests.deadline import Deadline
+from warmcast.manifests.errors import WarmcastError
+
+log = logging.getLogger("warmcast")
+
+_SPIN = 0.0005
+"""Seconds for which a poll does not sleep: a group of known connections is launched in 0.1 ms."""
+
+_POLL = 0.0001
+"""Seconds between looks at what takes longer."""
+
+_ABORT = 5.0
+"""Seconds that an abort may take before its thread is left to end by itself."""
+
+_CLOSE = 5.0
+"""Seconds that the other ranks may take to close, too."""
+
+_KERNELS = 60.0
+"""Seconds after an abort in which kernels that do not end keep the memory that they may use."""
+
+
+class Communicator:
+    """A rank, and the stream on which its broadcasts run."""
+
+    def __init__(self, device: torch.device, check: Callable[[str], None]) -> None:
+        """``check`` is called with what is being done, and raises when that has to end."""
+        self._device = device
+        self._check = check
+        self._handle = ctypes.c_void_p()
+        self.connected = False
+        self.stream = torch.cuda.Stream(device)
+
+    def create(self, unique: bytes, rank: int, size: int, max_ctas: int | None) -> None:
+        """Join the communicator of an id, and connect: afterwards every rank has come.
+
+        All ranks need the same ``max_ctas``. Raises :class:`TransferFailed` and what ``check``
+        raises; an id that not every rank has joined is its maker's to release.
+        """
+        library = nccl.loaded()
+        configuration = nccl.config(max_ctas)
+        with torch.cuda.device(self._device):
+            result = library.ncclCommInitRankConfig(
+                ctypes.byref(self._handle),
+                size,
+                nccl.UniqueId.from_buffer_copy(unique),
+                rank,
+                ctypes.byref(configuration),
+            )
+            nccl.check(result, "ncclCommInitRankConfig")
+            self._settle("creating the communicator")
+            # Connections are made by the first broadcast: one of a byte, so that it is not the
+            # weights' that waits for them.
+            self._byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
+            self.stream.wait_stream(torch.cuda.current_stream(self._device))
+            self.broadcast([(self._byte.data_ptr(), 1)])
+            self.wait(self.stream.record_event(), "connecting")
+        self.connected = True
+
+    def broadcast(self, memory: Iterable[tuple[int, int]]) -> None:
+        """Launch a group: (address, bytes) each from rank 0 to the same place of the others.
+
+        Returns when the launch is done, so that events can be recorded behind it.
+        """
+        library = nccl.loaded()
+        nccl.check(library.ncclGroupStart(), "ncclGroupStart")
+        try:
+            for address, nbytes in memory:
+                result = library.ncclBroadcast(
+                    address, address, nbytes, nccl.UINT8, 0, self._handle, self.stream.cuda_stream
+                )
+                nccl.check(result, "ncclBroadcast")
+        finally:
+            ended = library.ncclGroupEnd()
+        nccl.check(ended, "ncclGroupEnd")
+        self._settle("starting the transfer")
+
+    def wait(self, event: torch.cuda.Event, doing: str) -> None:
+        """Wait until the GPU has come to an event."""
+        self._poll(event.query, doing)
+
+    def close(self) -> None:
+        """End, in the background, what has done its work."""
+        self._end(self._close, ())
+
+    def abort(self, held: object) -> bool:
+        """End what has not; whether that was done within ``_ABORT`` seconds.
+
+        ``held`` is what the GPU may be reading or writing: it is kept until it no longer does.
+        """
+        if not self._handle.value:
+            return True
+        thread = self._end(self._abort, (held,))
+        thread.join(_ABORT)
+        return not thread.is_alive()
+
+    def _end(self, how: Callable[..., None], arguments: tuple[object, ...]) -> threading.Thread:
+        thread = threading.Thread(target=how, args=arguments, name="warmcast-nccl-end", daemon=True)
+        thread.start()
+        return thread
+
+    def _close(self) -> None:
+        library = nccl.loaded()
+        limit = Deadline.after(_CLOSE)
+        self._check = limit.check
+        try:
+            nccl.check(library.ncclCommFinalize(self._handle), "ncclCommFinalize")
+            self._settle("closing the communicator")
+        except WarmcastError as cause:
+            log.info("a communicator is aborted, having done its work: %s", cause)
+            library.ncclCommAbort(self._handle)
+        else:
+            library.ncclCommDestroy(self._handle)
+
+    def _abort(self, _held: object) -> None:
+        nccl.loaded().ncclCommAbort(self._handle)
+        limit = Deadline.after(_KERNELS)
+        while not self.stream.query() and not limit.expired:
+            time.sleep(_POLL)
+
+    def _settle(self, doing: str) -> None:
+        """Wait until the communicator has done what was last asked of it."""
+        self._poll(lambda: self._state() == nccl.SUCCESS, doing)
+
+    def _poll(self, done: Callable[[], bool], doing: str) -> None:
+        spinning = time.monotonic() + _SPIN
+        while not done():
+            nccl.check(self._state(), doing)
+            if time.monotonic() > spinning:
+                self._check(doing)
+                time.sleep(_POLL)
+        nccl.check(self._state(), doing)
+
+    def _state(self) -> int:
+        state = ctypes.c_int()
+        result = nccl.loaded().ncclCommGetAsyncError(self._handle, ctypes.byref(state))
+        nccl.check(result, "ncclCommGetAsyncError")
+        return state.value
