@@ -17,16 +17,18 @@ has them there is no honest way left, and :class:`RestartRequired` says so.
 
 from __future__ import annotations
 
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from warmcast.loader.background import Background, keep_order, known_order
 from warmcast.loader.change import Change, published_truth, shadow
 from warmcast.loader.containers import State, collect
 from warmcast.loader.errors import (
@@ -41,6 +43,7 @@ from warmcast.loader.errors import (
     WeightVerificationError,
 )
 from warmcast.loader.plan import Plan, Targets, make_plan, plan_changed
+from warmcast.loader.progressive import Gate, Guard
 from warmcast.loader.quorum import Group
 from warmcast.loader.ready import Installation, Served
 from warmcast.loader.registry import BEAT, EXPIRY, Lease, Registry
@@ -50,12 +53,14 @@ from warmcast.loader.routes.origin import OriginRoute
 from warmcast.loader.routes.peer import NoSender, PeerRoute
 from warmcast.loader.stages import Outcome, Stages
 from warmcast.loader.staging import Staging
+from warmcast.loader.stream import stream
 from warmcast.loader.verify import Verified, verify
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import WarmcastError
 from warmcast.manifests.identity import Identity, Mesh
 from warmcast.manifests.manifest import Manifest
 from warmcast.manifests.origin import Origin
+from warmcast.manifests.sampling import layer_of
 
 PEER_SHARE = 0.5
 """The part of the time left that finding, waiting for and receiving from peers may take."""
@@ -88,6 +93,7 @@ class Wanted:
     ignore: Sequence[str]
     keep: Sequence[str]
     arena: bool
+    progressive: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +117,13 @@ class Loaded:
     """A finished load, and what this worker can serve from now on.
 
     ``served`` is None where the bytes after a change are not those that were published as the
-    truth: such a worker runs, but gives nothing to others.
+    truth: such a worker runs, but gives nothing to others. ``background`` is where the rest of a
+    progressive load goes on.
     """
 
     report: LoadReport
     served: Served | None
+    background: Background | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +161,7 @@ class Walk:
         self._deadline = deadline
         self._targets: Targets | None = None
         self._installation: Installation | None = None
+        self._background: Background | None = None
         self._unprepared = False
 
     def run(self) -> Loaded:
@@ -160,6 +169,8 @@ class Walk:
         try:
             return self._run()
         except BaseException as cause:
+            if self._background is not None:
+                self._background.cancel()
             if self._installation is not None:
                 self._installation.undo()
             self._free()
@@ -173,20 +184,77 @@ class Walk:
         plan = self._stages.together("skeleton", partial(self._match, manifest, state))
         goal = self._stages.together("identity", partial(self._goal, manifest, state, plan))
         filled = self._from_peers(manifest, goal) if goal is not None else None
+        if filled is None and self._wanted.progressive and plan is not None:
+            return self._progressively(manifest, plan)
         if filled is None:
             filled = self._from_origin(manifest, state, plan)
-        self._installation = Installation(
-            self._model,
-            filled.targets,
-            modules=tuple(self._wanted.modules),
-            device=self._wanted.device,
-            identify=partial(self._identity, manifest),
-        )
+        self._installation = self._into_the_model(manifest, filled.targets)
         served = self._stages.together("ready", partial(self._finish, self._installation))
         # It knows this walk, and holds what stood in the model before: neither has to wait for the
         # garbage collector, which counts objects and not their bytes.
         self._installation = None
-        return Loaded(self._report(manifest, filled), served)
+        source, plan = filled.source, filled.targets.plan
+        report = self._report(
+            manifest, plan, filled.route, source.transport, source.name, filled.verified
+        )
+        return Loaded(report, served)
+
+    def _into_the_model(self, manifest: Manifest, targets: Targets) -> Installation:
+        return Installation(
+            self._model,
+            targets,
+            modules=tuple(self._wanted.modules),
+            device=self._wanted.device,
+            identify=partial(self._identity, manifest),
+        )
+
+    # The origin, beside a model that already runs
+
+    def _progressively(self, manifest: Manifest, plan: Plan) -> Loaded:
+        """Give the model its containers, and return when the first layer's weights are there."""
+        origin, deadline = self._ways.origin, self._deadline
+        targets = self._stages.together("allocate", partial(self._allocate, plan))
+        names = [placement.truth.name for placement in plan.placements]
+        order = known_order(origin, manifest, names, deadline)
+        self._installation = installation = self._into_the_model(manifest, targets)
+        served = self._stages.together("ready", partial(installation.install, None))
+        gate = Gate(len(plan.placements), deadline)
+        roots = [self._model.get_submodule(name) for name in self._wanted.modules]
+        guard = Guard(self._model, roots, targets.sites(), gate)
+
+        def work(stop: threading.Event) -> Verified:
+            stream(
+                origin,
+                manifest,
+                targets,
+                self._ways.staging,
+                deadline,
+                order=order,
+                arrived=gate.arrive,
+                stop=stop,
+            )
+            verified = verify(targets.pairs(), deadline)
+            if guard.through:
+                keep_order(origin, manifest, names, order, guard.order, deadline)
+            return verified
+
+        self._background = background = Background(
+            work, gate, guard, installation.undo, self._wanted.device
+        )
+        background.start()
+        layer = layer_of(names[order[0]])
+        first = [number for number in order if layer_of(names[number]) == layer]
+
+        def come(note: Note) -> None:
+            gate.wait(first)
+            note.yes(f"{len(first)} tensors of {layer!r} are there, {len(names)} in all will be")
+
+        self._stages.together("read", come)
+        self._installation = self._background = self._targets = None
+        report = self._report(
+            manifest, plan, "origin", None, origin.url, Verified(len(names), plan.nbytes, 0)
+        )
+        return Loaded(replace(report, verified=False), served, background)
 
     # 1 and 2: what is wanted, and into what
 
@@ -443,17 +511,24 @@ class Walk:
             return served
         return installation.change(change, self._ways.origin, self._deadline, note)
 
-    def _report(self, manifest: Manifest, filled: _Filled) -> LoadReport:
-        plan = filled.targets.plan
+    def _report(
+        self,
+        manifest: Manifest,
+        plan: Plan,
+        route: str,
+        transport: str | None,
+        source: str,
+        verified: Verified,
+    ) -> LoadReport:
         return LoadReport(
             ref=self._wanted.ref,
             manifest=manifest.digest,
             rank=self._group.rank,
-            route=filled.route,
-            transport=filled.source.transport,
-            source=filled.source.name,
-            tensors=filled.verified.tensors,
-            bytes=filled.verified.nbytes,
+            route=route,
+            transport=transport,
+            source=source,
+            tensors=verified.tensors,
+            bytes=verified.nbytes,
             seconds=self._stages.journal.seconds,
             verified=True,
             kept=plan.kept,

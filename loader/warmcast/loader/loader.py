@@ -8,6 +8,7 @@ import secrets
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import TracebackType
 
 import torch
@@ -107,6 +108,7 @@ class Loader:
         ignore: Sequence[str] = (),
         keep: Sequence[str] = (),
         arena: bool = True,
+        progressive: bool = False,
         deadline: float | None = None,
     ) -> LoadReport:
         """Fill a model with the weights that ``ref`` (``model@name``, or a digest) names.
@@ -117,14 +119,34 @@ class Loader:
         patterns of tensors not to load and containers to leave as they are; ``arena=False`` leaves
         allocation to torch, tensor by tensor.
 
+        ``progressive``: where the weights come from the origin, return when the first layer's are
+        there, and let the model run while the others come. Each of its tensors waits for its own
+        bytes; no output leaves it before all of them were verified, and an error ends it there if
+        one was wrong. :meth:`finish` waits for the end.
+
         Returns what happened, stage by stage. Raises :class:`WarmcastError`; the model is then as
         it was before.
         """
         limit = Deadline.after(self._seconds if deadline is None else deadline)
+        self._give_up(model)
         group = self._joined(limit)
         wanted = Wanted(
-            ref, _device(device), modules, mesh or _flat_mesh(group), change, ignore, keep, arena
+            ref,
+            _device(device),
+            modules,
+            mesh or _flat_mesh(group),
+            change,
+            ignore,
+            keep,
+            arena,
+            progressive,
         )
+        if progressive and (group.size > 1 or change is not None):
+            raise UsageError(
+                "progressive",
+                expected="a model of one rank, served as it was deployed",
+                found=f"{group.size} ranks" if change is None else f"the change {change.name!r}",
+            )
         if wanted.mesh.size != group.size:
             raise UsageError(
                 "mesh", expected=f"{group.size} ranks, as the group has", found=wanted.mesh.size
@@ -151,8 +173,9 @@ class Loader:
             if isinstance(cause, GroupLost):
                 self._part()  # its connections are broken: the next load makes a group anew
             raise
+        behind = loaded.background is not None
         for lease in taken:
-            self._keep(lease, Deadline.after(GRACE))
+            self._keep(lease, Deadline.after(GRACE + (limit.remaining() if behind else 0.0)))
         self._loaded[model] = (loaded, wanted, tuple(taken))
         log.info("%s", loaded.report)
         return loaded.report
@@ -166,8 +189,7 @@ class Loader:
         Raises :class:`UsageError` if the model was not loaded by this loader, or its weights were
         changed since without a ``change`` that says so.
         """
-        if model not in self._loaded:
-            raise UsageError("serve", expected="a model that this loader has loaded")
+        self.finish(model)
         loaded, wanted, leases = self._loaded[model]
         transports = transports_for(wanted.device)
         if self._registry is None or loaded.served is None or not transports:
@@ -198,8 +220,35 @@ class Loader:
         self._give_back(leases)
         return sender
 
+    def finish(self, model: nn.Module) -> LoadReport:
+        """Wait until a model's weights are all there and verified; what its load did.
+
+        Returns at once but for a progressive load. Raises :class:`UsageError` if the model was not
+        loaded by this loader, and the error that a progressive load ended with.
+        """
+        if model not in self._loaded:
+            raise UsageError("loader", expected="a model that this loader has loaded")
+        loaded, wanted, leases = self._loaded[model]
+        if loaded.background is not None:
+            loaded.background.wait()
+            served = loaded.served
+            if served is not None:  # now that all is written
+                served = replace(served, marks=marks(collect(model, wanted.modules)))
+            loaded = Loaded(replace(loaded.report, verified=True), served)
+            self._loaded[model] = (loaded, wanted, leases)
+        return loaded.report
+
+    def _give_up(self, model: nn.Module) -> None:
+        """End a progressive load that still goes on; the model is to be loaded anew."""
+        entry = self._loaded.pop(model, None)
+        if entry is not None and entry[0].background is not None:
+            entry[0].background.cancel()
+
     def close(self) -> None:
         """Give up presences and leases, and end the loader's threads and connections."""
+        for loaded, *_ in list(self._loaded.values()):
+            if loaded.background is not None:
+                loaded.background.cancel()
         for sender in self._senders:
             sender.close()
         self._senders.clear()

@@ -13,12 +13,12 @@ has its container, dtype and shape agree. There are three exceptions, each of th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from warmcast.loader.containers import (
     ALIGNMENT,
@@ -123,6 +123,15 @@ class Targets:
         if whole and self.arena is not None:
             return [segment for segment in self.arena.segments if segment.numel()]
         return [flat_bytes(tensor) for tensor in self.tensors if tensor.numel()]
+
+    def sites(self) -> Iterator[tuple[nn.Module, Tensor, int]]:
+        """Where the tensors stand once they are installed, each with its placement's number."""
+        for number, placement in enumerate(self.plan.placements):
+            for container, *_ in placement.containers:
+                for site in container.sites:
+                    tensor = site.get()
+                    if tensor is not None:
+                        yield site.module, tensor, number
 
     def free(self) -> None:
         """Give the memory back; whoever still holds these tensors finds them empty.
