@@ -68,11 +68,15 @@ class Worker:
         assert message[0] == what, (message, self.log.read_text()[-3000:])
         return message[1]
 
-    def ask(self, command: str) -> Any:
-        """Have the worker do something; its answer."""
+    def tell(self, command: str) -> None:
+        """Have the worker do something; what it says is to be heard later."""
         assert self.process.stdin is not None
         self.process.stdin.write(command + "\n")
         self.process.stdin.flush()
+
+    def ask(self, command: str) -> Any:
+        """Have the worker do something; its answer."""
+        self.tell(command)
         return self.said(command.split(maxsplit=1)[0])
 
     def signal(self, number: int) -> None:
@@ -84,18 +88,18 @@ class Worker:
 class Fleet:
     """Starts workers; ends them all."""
 
-    def __init__(self, origin: str, registry: str, folder: Path) -> None:
-        self._env = dict(os.environ, WARMCAST_ORIGIN=origin, WARMCAST_REGISTRY=registry)
+    def __init__(self, origin: str, registry: str, folder: Path, **env: str) -> None:
+        self._env = dict(os.environ, WARMCAST_ORIGIN=origin, WARMCAST_REGISTRY=registry, **env)
         self._env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         self._folder = folder
         self._workers: list[Worker] = []
 
-    def start(self, gpu: int, *options: str) -> Worker:
+    def start(self, gpu: int, *options: str, **env: str) -> Worker:
         log = self._folder / f"worker{len(self._workers)}.log"
         with log.open("w") as stderr:
             process = subprocess.Popen(
                 [sys.executable, "-m", "tests.gpu.worker", str(gpu), *options],
-                env=self._env,
+                env={**self._env, **env},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,

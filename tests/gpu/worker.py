@@ -1,18 +1,22 @@
-"""A worker: ``python -m tests.gpu.worker GPU [--hold] [--deadline S]``; see :mod:`gpu_workers`."""
+"""A worker: ``python -m tests.gpu.worker GPU [--deadline S] [--no-arena] [--nccl VERSION]``; see
+:mod:`gpu_workers`.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 import threading
 import time
 
 import torch
 
+from tests.gpu import nccl_hooks
 from tests.gpu.gpu_workers import REF, Model
 from warmcast.loader import Loader, WarmcastError
-from warmcast.loader.transports import nccl
+from warmcast.loader.transports import nccl_library
 
 
 def say(what: str, value: object = None) -> None:
@@ -23,29 +27,16 @@ def say(what: str, value: object = None) -> None:
 go_on = threading.Event()
 
 
-def hold() -> None:
-    """Stop once with the communicator made and nothing sent, until the test goes on or kills."""
-    real = nccl._broadcast
-    held = threading.Event()
-
-    def broadcast(transfer: object, comm: object) -> None:
-        if not held.is_set():
-            held.set()
-            say("held")
-            go_on.wait()
-        real(transfer, comm)
-
-    nccl._broadcast = broadcast
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("gpu", type=int)
-    parser.add_argument("--hold", action="store_true")
+    parser.add_argument("--no-arena", action="store_true")
+    parser.add_argument("--nccl")
     parser.add_argument("--deadline", type=float, default=120.0)
     options = parser.parse_args()
-    if options.hold:
-        hold()
+    if options.nccl:
+        nccl_library.version = lambda: options.nccl
+    logging.basicConfig(level=logging.INFO)
     device = torch.device("cuda", options.gpu)
     torch.cuda.set_device(device)
     torch.zeros(1, device=device)
@@ -55,7 +46,9 @@ def main() -> None:
 
     def load() -> dict[str, object]:
         try:
-            report = loader.load(model, REF, device, deadline=options.deadline)
+            report = loader.load(
+                model, REF, device, arena=not options.no_arena, deadline=options.deadline
+            )
         except WarmcastError as cause:
             return {"error": type(cause).__name__, "message": str(cause)}
         print(report, file=sys.stderr, flush=True)
@@ -90,6 +83,14 @@ def main() -> None:
             say(command, names)
         elif command == "memory":
             say(command, torch.cuda.memory_allocated(device))
+        elif command == "hold":
+            nccl_hooks.hold(say, go_on)
+            say(command)
+        elif command == "gather":
+            nccl_hooks.gather(int(line.split()[1]))
+            say(command)
+        elif command == "left":
+            say(command, nccl_hooks.left(device))
         elif command == "go":
             go_on.set()
             say(command)
