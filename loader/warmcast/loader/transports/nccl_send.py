@@ -91,6 +91,7 @@ class _Party:
             log.warning("a broadcast to %d receivers broke: %s", self._size - 1, one_line(cause))
             self._call_roll()
         else:
+            log.info("sent to %d receivers by one broadcast", self._size - 1)
             comm.close()
 
     def _begin(self, unique: bytes, *, packed: bool) -> None:
