@@ -11,13 +11,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
+_FEW = 10_000
+"""Objects that CPython may have frozen itself (3.12 does, some hundreds, when it starts)."""
+
+
 @contextmanager
 def frozen() -> Iterator[None]:
     """Have the collector look at nothing older than the context; it goes on with what is newer.
 
     Nothing happens in a process that has frozen objects of its own: to thaw them is not ours.
     """
-    if gc.get_freeze_count():
+    if gc.get_freeze_count() > _FEW:
         yield
         return
     gc.freeze()
