@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from warmcast.loader import handshake
+from warmcast.loader import goodbye, handshake
 from warmcast.loader.address import address_for
 from warmcast.loader.containers import flat_bytes
 from warmcast.loader.errors import RegistryUnavailable, TransferFailed
@@ -83,6 +83,8 @@ class Sender:
             log.warning("sender %s is announced when the registry answers: %s", self.name, cause)
         self._heartbeat.keep(self.name, self._announce)
         self._thread.start()
+        # Not by way of the loader, which whoever made it may have let go of.
+        goodbye.on_exit(self)
 
     def close(self) -> None:
         """Take the presence back at once, give transfers under way ``PARTING`` seconds, and end."""
@@ -96,6 +98,10 @@ class Sender:
         self._ending.set()
         for thread in list(self._transfers):
             thread.join()
+
+    def leave(self) -> None:
+        """Take the presence back at once; the process is about to end."""
+        self.withdraw(Deadline.after(CALL))
 
     def withdraw(self, deadline: Deadline) -> None:
         """Take the presence back, so that nobody new asks; a registry that is gone has none."""

@@ -38,6 +38,10 @@ class Proxy:
         self._thread.join()
         self._loop.close()
 
+    def cut(self) -> None:
+        """Reset every connection, and take no more: who is behind it is alone."""
+        self._run(self._end())
+
     def _run(self, work) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(10)
 
@@ -45,8 +49,10 @@ class Proxy:
         self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
 
     async def _end(self) -> None:
-        assert self._server is not None
+        if self._server is None:
+            return
         self._server.close()
+        self._server = None
         mine = asyncio.current_task()
         others = [task for task in asyncio.all_tasks() if task is not mine]
         for task in others:

@@ -11,6 +11,8 @@ nothing else of it is touched.
                 addressed    the receiver can connect, the sender does not yet
                 sending      one piece is sent, the next is not
     receiver    found        a sender is known, it is not yet asked
+                begun        the confirmation is given, the transfer has not begun
+                verifying    everything has come, nothing is verified
                 agreed       the answer is there, the confirmation is not yet given
                 receiving    one piece is received, the next is not
                 waiting      about to wait for another's lease
@@ -38,11 +40,13 @@ import torch
 from torch import nn
 from torch.distributed import TCPStore
 
-from warmcast.loader import Loader, handshake
+from warmcast.loader import Loader, handshake, load
 from warmcast.loader.change import Change
 from warmcast.loader.registry import Registry, Watch
 from warmcast.loader.routes import peer
+from warmcast.loader.transports import ipc
 from warmcast.loader.transports.gloo import Gloo, _RegistryStore
+from warmcast.loader.transports.nccl_communicator import Communicator
 from warmcast.manifests.errors import WarmcastError
 from warmcast.manifests.stores.file_reader import FileReader
 
@@ -70,7 +74,7 @@ def fingerprint(model: nn.Module) -> str:
     found = hashlib.sha256()
     for name, tensor in tensors:
         found.update(name.encode())
-        found.update(tensor.detach().contiguous().numpy())
+        found.update(tensor.detach().cpu().contiguous().numpy())
     return found.hexdigest()
 
 
@@ -88,16 +92,20 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What a process holds: Python's threads, all threads, open files, resident bytes."""
+    """What a process holds: Python's threads, all threads, open files, resident bytes, and bytes
+    of a GPU's memory.
+    """
 
     threads: tuple[str, ...]
     tasks: int
     files: tuple[str, ...]
     resident: int
+    gpu: int = 0
 
 
 class _Worker:
-    def __init__(self, origin: str, registry: str | None) -> None:
+    def __init__(self, origin: str, registry: str | None, device: str) -> None:
+        self._device = device
         self._origin = origin
         self._registry = registry
         self._loader = Loader(origin, registry)
@@ -109,7 +117,9 @@ class _Worker:
             self._model = build()
         try:
             change = HALVED if changed else None
-            report = self._loader.load(self._model, ref, deadline=deadline, change=change)
+            report = self._loader.load(
+                self._model, ref, self._device, deadline=deadline, change=change
+            )
         except WarmcastError as cause:
             notes = "\n".join(getattr(cause, "__notes__", ()))
             name = type(cause).__name__
@@ -166,7 +176,12 @@ class _Worker:
                 files.append(str(fd.readlink()))
         tasks = len(list(Path("/proc/self/task").iterdir()))
         resident = int(Path("/proc/self/statm").read_text().split()[1])
-        return Survey(threads, tasks, tuple(sorted(files)), resident * os.sysconf("SC_PAGE_SIZE"))
+        gpu = 0
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+            gpu = torch.cuda.memory_allocated()
+        size = resident * os.sysconf("SC_PAGE_SIZE")
+        return Survey(threads, tasks, tuple(sorted(files)), size, gpu)
 
 
 class _Moments:
@@ -223,6 +238,20 @@ class _Moments:
         setattr(owner, name, wrapped)
 
 
+def _on_a_gpu(halts: _Moments, device: str) -> None:
+    """Moments of the transports between GPUs, and chunks so short that there are several."""
+    torch.cuda.set_device(device)
+    torch.zeros(1, device=device)
+    ipc.CHUNK = 4 << 20
+    halts.before(ipc._Pull, "run", "creating", lambda *args: True)
+    halts.before(ipc, "_give", "creating", lambda *args: True)
+    halts.after(ipc._Pull, "_settle", "receiving", lambda moved: moved)
+    halts.after(ipc._Giving, "_next", "sending", lambda message: message.kind == "have")
+    halts.before(Communicator, "create", "creating", lambda *args: True)
+    for moment in ("receiving", "sending"):  # a process does one of them
+        halts.after(Communicator, "broadcast", moment, lambda _: True)
+
+
 def main(
     orders: Connection,
     moments: Connection,
@@ -248,7 +277,12 @@ def main(
     halts.before(Watch, "wait", "waiting", lambda *args: True)
     halts.after(Registry, "acquire", "leased", lambda lease: lease is not None)
     halts.before(FileReader, "read_into", "reading", lambda *args: True)
-    worker = _Worker(origin, registry)
+    halts.after(peer, "confirm", "begun", lambda _: True)
+    halts.before(load, "verify", "verifying", lambda *args: True)
+    device = os.environ.get("TEST_DEVICE", "cpu")
+    if device != "cpu":
+        _on_a_gpu(halts, device)
+    worker = _Worker(origin, registry, device)
     orders.send(None)
     with suppress(EOFError):
         while True:
