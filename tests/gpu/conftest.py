@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.gpu.gpu_workers import Fleet, deploy_model
+from tests.loader.faults.conftest import deployed, registry, scene  # noqa: F401
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

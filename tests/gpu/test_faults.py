@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.loader.faults.conftest import deployed, registry, scene  # noqa: F401
 from tests.loader.faults.proxy import Proxy
 from tests.loader.faults.scene import Scene, Worker
 from tests.loader.faults.worker import Outcome, Survey
@@ -40,7 +39,7 @@ pytestmark = pytest.mark.parametrize("transport", TRANSPORTS)
 class Stage:
     """Two workers, each on its GPU where the transport needs two, each behind a proxy."""
 
-    def __init__(self, scene: Scene, transport: str) -> None:  # noqa: F811
+    def __init__(self, scene: Scene, transport: str) -> None:
         self.scene = scene
         self._transport = transport
         self._proxies: dict[int, Proxy] = {}
@@ -66,7 +65,7 @@ class Stage:
 
 
 @pytest.fixture
-def stage(scene: Scene, transport: str) -> Iterator[Stage]:  # noqa: F811
+def stage(scene: Scene, transport: str) -> Iterator[Stage]:
     stage = Stage(scene, transport)
     yield stage
     stage.close()
@@ -141,9 +140,12 @@ def test_sender_while_its_receiver_verifies(stage: Stage, fault: str) -> None:
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("moment", RECEIVING)
 def test_receiver(stage: Stage, moment: str, fault: str) -> None:
-    sender = stage.worker(0).serve()
-    receiver, _ = warmed(stage, sender)
+    sender = stage.worker(0)
+    right(stage, sender.load(PATIENT), "origin")
+    sender.ask("close")
     before = sender.survey()
+    sender.serve()
+    receiver, _ = warmed(stage, sender)
     receiver.halt_at(moment)
     receiver.begin(GIVEN)
     receiver.halted(moment)
@@ -155,6 +157,7 @@ def test_receiver(stage: Stage, moment: str, fault: str) -> None:
     # The sender serves the next one, who comes to the lost one's GPU.
     right(stage, stage.worker(1).load(PATIENT), "peer")
     sender.ask("served", within=PATIENT)
+    sender.ask("close")
     nothing_left(sender, before)
 
 
@@ -197,7 +200,7 @@ def test_memory_that_cannot_be_given(
     stage: Stage,
     scene: Scene,
     transport: str,
-    tmp_path: Path,  # noqa: F811
+    tmp_path: Path,
 ) -> None:
     """The sender says so, and another way is taken: NCCL on two GPUs, the origin on one."""
     allocator = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
@@ -210,7 +213,7 @@ def test_memory_that_cannot_be_given(
     assert "allocator that does not let it be exported" in outcome.tree
 
 
-def test_expandable_segments(stage: Stage, scene: Scene, transport: str) -> None:  # noqa: F811
+def test_expandable_segments(stage: Stage, scene: Scene, transport: str) -> None:
     env = {
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         "WARMCAST_TRANSPORTS": transport,

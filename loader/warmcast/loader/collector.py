@@ -10,7 +10,6 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-
 _FEW = 10_000
 """Objects that CPython may have frozen itself (3.12 does, some hundreds, when it starts)."""
 

@@ -261,7 +261,7 @@ class Loader:
         self._origin.close()
 
     def leave(self) -> None:
-        """Give up leases at once; the process is about to end, and senders take leave themselves."""
+        """Give up leases at once; the process is about to end. Senders take leave themselves."""
         self._give_back(list(self._leases.values()))
 
     def __enter__(self) -> Loader:
