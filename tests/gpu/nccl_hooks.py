@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -40,15 +41,15 @@ def gather(count: int) -> None:
     nccl_party.Gathering._gather = wait
 
 
-def left(device: torch.device) -> dict[str, int]:
-    """What the process has: threads, file descriptors, bytes of torch's and in use on the GPU."""
+def left(device: torch.device) -> dict[str, Any]:
+    """What the process has: threads, open files, bytes of torch's and in use on the GPU."""
     for thread in threading.enumerate():
         if thread.name == "warmcast-nccl-end":
             thread.join(10)
     free, total = torch.cuda.mem_get_info(device)
     return {
         "threads": len(list(Path("/proc/self/task").iterdir())),
-        "fds": len(_open_files()),
+        "files": _open_files(),
         "bytes": torch.cuda.memory_allocated(device),
         "used": total - free,
     }
@@ -65,4 +66,4 @@ def _open_files() -> list[str]:
     for fd in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):  # the one that lists them
             targets.append(str(fd.readlink()))
-    return [target for target in targets if target not in registry]
+    return [target.split("[")[0] for target in targets if target not in registry]

@@ -44,7 +44,7 @@ class Room:
 
 
 class Machine:
-    """Where ranks meet; ``moments`` are what a test does when a rank begins to move bytes."""
+    """Where ranks meet; ``moments`` are what a test does when a thread joins or moves bytes."""
 
     def __init__(self) -> None:
         self.rooms: dict[bytes, Room] = {}
@@ -53,6 +53,11 @@ class Machine:
         self.ctas: list[int | None] = []
         self.packed: list[bool] = []
         self.sizes: list[int] = []
+
+    def at(self, moment: str) -> None:
+        happen = self.moments.pop(f"{threading.current_thread().name} {moment}", None)
+        if happen is not None:
+            happen()
 
     def unique_id(self) -> bytes:
         unique = secrets.token_bytes(128)
@@ -68,21 +73,24 @@ class Comm:
         self._machine = machine
         self._check = check
         self.connected = False
+        self.room: Room | None = None
 
     def create(self, unique: bytes, rank: int, size: int, max_ctas: int | None) -> None:
+        self._machine.at("joins")
         self.room = self._machine.rooms[unique]
         self.rank = rank
+        self.size = size
         self.room.here.add(rank)
         if rank == 0:
             self._machine.sizes.append(size)
             self._machine.ctas.append(max_ctas)
-        self._until(lambda: len(self.room.here) == size, "creating")
-        self.size = size
+
+    def connect(self) -> None:
+        self._until(lambda: len(self.room.here) == self.size, "creating")
         self.connected = True
 
     def move(self, payload: Payload, *, sending: bool, packed: bool) -> tuple[float, float]:
-        if moment := self._machine.moments.pop(threading.current_thread().name, None):
-            moment()
+        self._machine.at("moves")
         if sending:
             self.room.regions = list(payload._regions)
             self._machine.packed.append(packed)
@@ -93,7 +101,8 @@ class Comm:
         return 1.0, 2.0
 
     def abort(self, _held: object) -> bool:
-        self.room.moving.discard(self.rank)
+        if self.room is not None:
+            self.room.moving.discard(self.rank)
         return True
 
     def close(self) -> None:
@@ -238,7 +247,7 @@ def test_a_receiver_that_dies_in_the_middle(machine: Machine, peers: Peers) -> N
         stuck.wait(20)
         raise SystemExit
 
-    machine.moments["B"] = die
+    machine.moments["B moves"] = die
     a, b, c = peers.start("A", "B", "C")
     assert a.result(20) == c.result(20) == (1.0, 2.0)
     peers.check("A", "C")
@@ -260,11 +269,28 @@ def test_a_receiver_that_dies_before_the_communicator_is_made(
     peers.check("A")
 
 
+def test_a_receiver_that_does_not_join(
+    machine: Machine, peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl_send, "_JOIN", 0.5)
+    stuck = threading.Event()
+    machine.moments["B joins"] = lambda: assert_(stuck.wait(20))
+    a, b = peers.start("A", "B")
+    assert a.result(20) == (1.0, 2.0)
+    peers.check("A")
+    # The sender began nothing for the party that B was to be in.
+    assert machine.sizes == [2]
+    assert len(machine.released) == 1
+    stuck.set()
+    with pytest.raises(TransferFailed, match="to join in time"):
+        b.result(20)
+
+
 def test_a_receiver_that_gives_up_says_so(machine: Machine, peers: Peers) -> None:
     def fail() -> None:
         raise RuntimeError("CUDA error: something of this GPU's")
 
-    machine.moments["B"] = fail
+    machine.moments["B moves"] = fail
     a, b, c = peers.start("A", "B", "C")
     with pytest.raises(TransferFailed, match="something of this GPU's"):
         b.result(20)
@@ -276,7 +302,7 @@ def test_a_receiver_that_gives_up_says_so(machine: Machine, peers: Peers) -> Non
 
 def test_a_receiver_whose_time_is_over(machine: Machine, peers: Peers) -> None:
     given_up = threading.Event()
-    machine.moments["A"] = lambda: assert_(given_up.wait(20))
+    machine.moments["A moves"] = lambda: assert_(given_up.wait(20))
     peers.seconds["B"] = 0.5
     a, b = peers.start("A", "B")
     assert isinstance(b.exception(20), DeadlineExceeded)
@@ -292,10 +318,10 @@ def test_an_error_of_nccl_at_one_receiver_ends_its_part_only(
     machine: Machine, peers: Peers
 ) -> None:
     def fail() -> None:
-        machine.moments["B"] = fail
+        machine.moments["B moves"] = fail
         raise TransferFailed("nccl: starting the transfer", found="unhandled system error")
 
-    machine.moments["B"] = fail
+    machine.moments["B moves"] = fail
     a, b, c = peers.start("A", "B", "C")
     assert a.result(20) == c.result(20) == (1.0, 2.0)
     peers.check("A", "C")
@@ -313,11 +339,11 @@ def test_an_error_of_nccl_at_the_sender(machine: Machine, peers: Peers) -> None:
 
     def fail_always() -> None:
         for gpu in "AB":
-            machine.moments[f"to {gpu}"] = fail_always
+            machine.moments[f"to {gpu} moves"] = fail_always
         fail()
 
     for gpu in "AB":
-        machine.moments[f"to {gpu}"] = fail_always
+        machine.moments[f"to {gpu} moves"] = fail_always
     for future in peers.start("A", "B"):
         error = future.exception(20)
         assert isinstance(error, TransferFailed)
@@ -336,7 +362,7 @@ def test_parties_that_others_break_are_not_the_senders_fault(
     def fail() -> None:
         raise RuntimeError("CUDA error")
 
-    machine.moments["B"] = fail
+    machine.moments["B moves"] = fail
     a, b = peers.start("A", "B")
     assert isinstance(a.exception(20), PartyBroken)
     assert isinstance(b.exception(20), TransferFailed)
@@ -351,7 +377,7 @@ def test_the_sender_dies(machine: Machine, peers: Peers) -> None:
         raise SystemExit
 
     for gpu in "AB":
-        machine.moments[f"to {gpu}"] = die
+        machine.moments[f"to {gpu} moves"] = die
     for future in peers.start("A", "B"):
         with pytest.raises(TransferFailed, match="signs of life"):
             future.result(20)

@@ -7,15 +7,15 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from warmcast.loader.transports.nccl_packing import CHUNK, SMALL, packed, unpacked
+from warmcast.loader.transports.nccl_packing import SMALL, packed, unpacked
 
 LENGTHS = st.lists(st.integers(1, 300), max_size=120)
 
 
-@given(LENGTHS, st.integers(2, 200), st.integers(200, 400))
+@given(LENGTHS, st.integers(2, 200), st.integers(200, 400), st.integers(400, 4000))
 @settings(deadline=None, max_examples=200)
-def test_every_region_rides_once(lengths: list[int], small: int, chunk: int) -> None:
-    plan = packed(lengths, small=small, chunk=chunk)
+def test_every_region_rides_once(lengths: list[int], small: int, first: int, chunk: int) -> None:
+    plan = packed(lengths, small=small, first=first, chunk=chunk)
     places = [place for part in plan.chunks for place in part.places]
     assert sorted([*plan.direct, *(index for index, _ in places)]) == list(range(len(lengths)))
     assert all(lengths[index] < small for index, _ in places)
@@ -30,13 +30,20 @@ def test_every_region_rides_once(lengths: list[int], small: int, chunk: int) -> 
         assert end == part.nbytes <= chunk
 
 
-@given(LENGTHS, st.integers(2, 200))
-@settings(deadline=None, max_examples=50)
-def test_chunks_are_full(lengths: list[int], small: int) -> None:
-    chunks = packed(lengths, small=small, chunk=400).chunks
+@given(st.lists(st.integers(1, 199), min_size=16, max_size=400))
+@settings(deadline=None, max_examples=100)
+def test_chunks_grow_and_shrink(lengths: list[int]) -> None:
+    chunks = packed(lengths, small=200, first=200, chunk=3200).chunks
+    assert chunks[0].nbytes <= 200
     for part, following in pairwise(chunks):
-        first, _ = following.places[0]
-        assert part.nbytes + 15 + lengths[first] > 400
+        room = min(part.nbytes + 200, 3200)
+        assert following.nbytes <= 2 * room
+    left = sum(length + 15 for length in lengths)
+    for part in chunks:
+        assert part.nbytes <= max(200, left / 2)
+        left -= part.nbytes
+    # Few launches: as many as a chunk in the middle is long, and those of both ends.
+    assert len(chunks) <= sum(lengths) / (3200 - 215) + 2 * 5 + 4
 
 
 def test_few_small_regions_go_one_by_one() -> None:
@@ -46,7 +53,9 @@ def test_few_small_regions_go_one_by_one() -> None:
 
 
 def test_small_and_large() -> None:
-    lengths = [SMALL - 1, SMALL] * 20
+    lengths = [SMALL - 1, SMALL] * 400
     plan = packed(lengths)
-    assert plan.direct == tuple(range(1, 40, 2))
-    assert [len(part.places) for part in plan.chunks] == [CHUNK // SMALL, 4]
+    assert plan.direct == tuple(range(1, 800, 2))
+    sizes = [part.nbytes // (1 << 20) + 1 for part in plan.chunks]
+    assert sizes == [16, 32, 64, 128, 256, 256, 256, 256, 168, 84, 40, 20, 16, 8]
+    assert sum(sizes) == 400 * 4

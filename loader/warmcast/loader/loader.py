@@ -7,7 +7,7 @@ import os
 import secrets
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import TracebackType
 
@@ -31,6 +31,7 @@ from warmcast.loader.serve import Sender
 from warmcast.loader.skeleton import skeleton
 from warmcast.loader.staging import HOST_MEMORY, Staging
 from warmcast.loader.transports import Endpoint, Transport, transports_for
+from warmcast.loader.transports.nccl_warm import warming
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import UsageError, WarmcastError
 from warmcast.manifests.identity import Mesh
@@ -166,7 +167,11 @@ class Loader:
             peers = PeerRoute(self._registry, self._endpoint(wanted.device, transports), transports)
         ways = Ways(self._origin, self._staging, self._registry, peers, lead)
         try:
-            with cuda_checks.compiling(wanted.device), frozen():
+            with ExitStack() as stack:
+                if peers is not None:
+                    stack.enter_context(warming(transports, wanted.device))
+                stack.enter_context(cuda_checks.compiling(wanted.device))
+                stack.enter_context(frozen())
                 loaded = Walk(model, wanted, ways, group, limit).run()
         except BaseException as cause:
             self._give_back(taken)

@@ -69,7 +69,10 @@ class Nccl:
         payload = Payload(transfer.regions, transfer.device)
         gpu = str(torch.cuda.get_device_properties(transfer.device).uuid)
         ticket = Ticket(gpu=gpu, staging=payload.can_pack, max_ctas=self._max_ctas)
-        yield Receiving(ticket.model_dump_json(), Receiver(transfer, payload).run)
+        try:
+            yield Receiving(ticket.model_dump_json(), Receiver(transfer, payload).run)
+        finally:
+            payload.release()
 
 
 def max_ctas(env: Mapping[str, str]) -> int | None:

@@ -39,12 +39,23 @@ class Payload:
     """
 
     def __init__(self, regions: Sequence[Tensor], device: torch.device) -> None:
-        self._regions = regions
+        self._regions: Sequence[Tensor] = regions
         self._device = device
         self._plan = nccl_packing.packed([region.numel() for region in regions])
         self._buffers: list[Tensor] = []
         self._copies: list[tuple[_Pairs, _Pairs]] = []
         self.can_pack = self._allocate()
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """What the GPU reads and writes."""
+        return [*self._regions, *self._buffers]
+
+    def release(self) -> None:
+        """Let go of all memory, though somebody may keep an error that came by here."""
+        self._buffers.clear()
+        self._copies.clear()
+        self._regions = ()
 
     def prepare(self) -> None:
         """Do the host's part of packing beforehand: it takes some 3 µs a small region."""

@@ -12,7 +12,7 @@ import ctypes
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -46,19 +46,19 @@ class Communicator:
         self._device = device
         self._check = check
         self._handle = ctypes.c_void_p()
+        self._byte: torch.Tensor | None = None
         self.connected = False
-        self.stream = torch.cuda.Stream(device)
+        # Before copies, and whatever else is ready to run: the other ranks wait for this one.
+        self.stream = torch.cuda.Stream(device, priority=-1)
 
     def create(self, unique: bytes, rank: int, size: int, max_ctas: int | None) -> None:
-        """Join the communicator of an id, and connect: afterwards every rank has come.
+        """Begin to join the communicator of an id. All ranks need the same ``max_ctas``.
 
-        All ranks need the same ``max_ctas``. Raises :class:`TransferFailed` and what ``check``
-        raises; an id that not every rank has joined is its maker's to release.
+        An id that not every rank joins is its maker's to release.
         """
-        library = nccl.loaded()
         configuration = nccl.config(max_ctas)
         with torch.cuda.device(self._device):
-            result = library.ncclCommInitRankConfig(
+            result = nccl.loaded().ncclCommInitRankConfig(
                 ctypes.byref(self._handle),
                 size,
                 nccl.UniqueId.from_buffer_copy(unique),
@@ -66,13 +66,19 @@ class Communicator:
                 ctypes.byref(configuration),
             )
             nccl.check(result, "ncclCommInitRankConfig")
-            self._settle("creating the communicator")
-            # Connections are made by the first broadcast: one of a byte, so that it is not the
-            # weights' that waits for them.
-            self._byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
-            self.stream.wait_stream(torch.cuda.current_stream(self._device))
-            self.broadcast([(self._byte.data_ptr(), 1)])
-            self.wait(self.stream.record_event(), "connecting")
+
+    def connect(self) -> None:
+        """Wait for the communicator, and connect: afterwards every rank has come.
+
+        Raises :class:`TransferFailed` and what ``check`` raises.
+        """
+        self._settle("creating the communicator")
+        # Connections are made by the first broadcast: one of a byte, so that it is not the
+        # weights' that waits for them.
+        self._byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
+        self.stream.wait_stream(torch.cuda.current_stream(self._device))
+        self.broadcast([(self._byte.data_ptr(), 1)])
+        self.wait(self.stream.record_event(), "connecting")
         self.connected = True
 
     def broadcast(self, memory: Iterable[tuple[int, int]]) -> None:
@@ -101,10 +107,12 @@ class Communicator:
         """End, in the background, what has done its work."""
         self._end(self._close, ())
 
-    def abort(self, held: object) -> bool:
+    def abort(self, held: Sequence[torch.Tensor] = ()) -> bool:
         """End what has not; whether that was done within ``_ABORT`` seconds.
 
         ``held`` is what the GPU may be reading or writing: it is kept until it no longer does.
+        A communicator whose ranks have not met yet is not freed: NCCL (2.28) keeps three files of
+        it, and some memory.
         """
         if not self._handle.value:
             return True
@@ -129,12 +137,14 @@ class Communicator:
             library.ncclCommAbort(self._handle)
         else:
             library.ncclCommDestroy(self._handle)
+        self._byte = None
 
-    def _abort(self, _held: object) -> None:
+    def _abort(self, _held: Sequence[torch.Tensor]) -> None:
         nccl.loaded().ncclCommAbort(self._handle)
         limit = Deadline.after(_KERNELS)
         while not self.stream.query() and not limit.expired:
             time.sleep(_POLL)
+        self._byte = None
 
     def _settle(self, doing: str) -> None:
         """Wait until the communicator has done what was last asked of it."""

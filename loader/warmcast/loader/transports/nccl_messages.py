@@ -8,6 +8,7 @@ begin   sender, order      join the communicator ``unique`` as ``rank`` of ``siz
 over    sender, order      the party has broken: leave the communicator, say *again*, wait
 failed  sender, order      this receiver is not served any more; ``blame`` tells whether it is
                            the sender's fault
+here    receiver, note     it has begun to join the communicator
 done    receiver, note     it has every byte
 again   receiver, note     it has left the communicator and can join another; ``erred`` if
                            NCCL failed it, and not the word of the sender
@@ -79,7 +80,7 @@ class Order(Record):
 class Note(Record):
     """Receiver to sender."""
 
-    kind: Literal["done", "again", "gone"]
+    kind: Literal["here", "done", "again", "gone"]
     rank: Rank
     erred: bool = False
     reason: Text = ""

@@ -3,6 +3,9 @@
 Both sides of a transfer make the same plan from the lengths alone. NCCL spends some 2 µs on each
 broadcast of a group beside its bytes, which is as long as 600 KB take over NVLink: small regions
 are gathered into chunks of a staging buffer, and each chunk is one broadcast.
+
+Chunks are large, because each costs a launch, but the first and the last: nothing hides the time in
+which the first is gathered and the last scattered.
 """
 
 from __future__ import annotations
@@ -10,11 +13,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-SMALL = 8 << 20
+SMALL = 4 << 20
 """Bytes below which a region rides with others."""
 
-CHUNK = 128 << 20
-"""Bytes of a chunk at most. Each costs a launch, and the first and last are not overlapped."""
+FIRST = 16 << 20
+"""Bytes of the first chunk; each is at most twice as long as the one before."""
+
+CHUNK = 256 << 20
+"""Bytes of a chunk at most."""
 
 _FEWEST = 16
 """Small regions that are worth packing."""
@@ -44,23 +50,35 @@ def unpacked(lengths: Sequence[int]) -> Plan:
     return Plan(tuple(range(len(lengths))), ())
 
 
-def packed(lengths: Sequence[int], *, small: int = SMALL, chunk: int = CHUNK) -> Plan:
-    """The plan for regions of these lengths in bytes. No region is longer than ``chunk`` that is
-    smaller than ``small``.
+def packed(
+    lengths: Sequence[int], *, small: int = SMALL, first: int = FIRST, chunk: int = CHUNK
+) -> Plan:
+    """The plan for regions of these lengths in bytes, of which those under ``small`` are packed.
+
+    ``small`` is not more than ``first``, and that not more than ``chunk``.
     """
     indices = [index for index, length in enumerate(lengths) if length < small]
     if len(indices) < _FEWEST:
         return unpacked(lengths)
     direct = tuple(index for index, length in enumerate(lengths) if length >= small)
+    left = sum(_aligned(lengths[index]) for index in indices)
+    room = min(first, chunk)
     chunks: list[Chunk] = []
     places: list[tuple[int, int]] = []
-    used = 0
+    used = end = 0
     for index in indices:
-        offset = -(-used // _ALIGN) * _ALIGN
-        if offset + lengths[index] > chunk:
-            chunks.append(Chunk(tuple(places), used))
-            places, offset = [], 0
-        places.append((index, offset))
-        used = offset + lengths[index]
-    chunks.append(Chunk(tuple(places), used))
+        if used + lengths[index] > room:
+            chunks.append(Chunk(tuple(places), end))
+            left -= used
+            # Never more than half of what is left, so that the last ones are short.
+            room = min(chunk, 2 * room, max(first, left // 2))
+            places, used = [], 0
+        places.append((index, used))
+        end = used + lengths[index]
+        used = _aligned(end)
+    chunks.append(Chunk(tuple(places), end))
     return Plan(direct, tuple(chunks))
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN

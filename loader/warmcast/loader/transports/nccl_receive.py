@@ -29,7 +29,7 @@ class Receiver:
         self._transfer = transfer
         self._payload = payload
         self._orders = Inbox(transfer.registry, orders(transfer.request), Order)
-        self._away: WarmcastError | None = None
+        self._away = False
 
     def run(self) -> Span:
         """Receive; when bytes moved.
@@ -63,9 +63,11 @@ class Receiver:
         try:
             unique = bytes.fromhex(begin.unique)
             comm.create(unique, begin.rank, begin.size, begin.max_ctas)
+            self._tell(begin, "here")
+            comm.connect()
             span = self._payload.move(comm, sending=False, packed=begin.packed)
         except BaseException as cause:
-            left = comm.abort((self._transfer.regions, self._payload))
+            left = comm.abort(self._payload.memory)
             if left and self._asked_again(begin, cause):
                 return None
             self._tell(begin, "gone", one_line(cause))
@@ -80,7 +82,7 @@ class Receiver:
         """Whether it was the party that failed, and the sender can be told that this receiver is
         ready for another.
         """
-        if self._away is not None or not isinstance(cause, PartyBroken | TransferFailed):
+        if self._away or not isinstance(cause, PartyBroken | TransferFailed):
             return False
         erred = not isinstance(cause, PartyBroken)
         note = Note(kind="again", rank=begin.rank, erred=erred, reason=one_line(cause))
@@ -92,7 +94,7 @@ class Receiver:
             return False
         return True
 
-    def _tell(self, begin: Order, kind: Literal["done", "gone"], reason: str = "") -> None:
+    def _tell(self, begin: Order, kind: Literal["here", "done", "gone"], reason: str = "") -> None:
         note = Note(kind=kind, rank=begin.rank, reason=reason)
         tell_if_possible(self._transfer.registry, mailbox(begin.party), note)
 
@@ -104,8 +106,8 @@ class Receiver:
             self._transfer.alive()
             order = self._orders.look()
             if order is not None and order.kind == "failed":
-                self._away = _sent_away(order)
-                raise self._away
+                self._away = True
+                raise _sent_away(order)
             if order is not None and order.kind == "over" and order.party == party:
                 raise PartyBroken("nccl: another receiver left the broadcast", found=order.reason)
 

@@ -12,7 +12,12 @@ import logging
 import secrets
 from collections.abc import Sequence
 
-from warmcast.loader.errors import PartyBroken, RegistryUnavailable, TransferFailed
+from warmcast.loader.errors import (
+    PartyBroken,
+    RegistryUnavailable,
+    TransferFailed,
+    without_frames,
+)
 from warmcast.loader.registry import CALL, mailbox
 from warmcast.loader.transports import nccl_library as nccl
 from warmcast.loader.transports.nccl_broadcast import Payload
@@ -30,6 +35,9 @@ from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import WarmcastError, one_line
 
 log = logging.getLogger("warmcast")
+
+_JOIN = 3.0
+"""Seconds that receivers have to begin to join."""
 
 _ROLL_CALL = 10.0
 """Seconds that receivers have to leave a broken party: more than an abort may take."""
@@ -62,6 +70,7 @@ class _Party:
         self._staging = all(member.ticket.staging for member in members)
         self._size = 1 + len(members)
         self._open = dict(enumerate(members, 1))
+        self._here: set[int] = set()  # ranks that have begun to join
         self._left = False  # whether a receiver has left the communicator
         self._lost: WarmcastError | None = None
         self._name = secrets.token_hex(16)
@@ -73,19 +82,11 @@ class _Party:
     def run(self) -> None:
         payload = Payload(self._regions, self._device)
         comm = Communicator(self._device, self._check)
-        unique = nccl.unique_id()
         try:
-            packed = self._staging and payload.can_pack
-            self._begin(unique, packed=packed)
-            payload.prepare()
-            comm.create(unique, 0, self._size, self._ctas)
-            payload.move(comm, sending=True, packed=packed)
-            self._wait_for_all()
+            self._send(comm, payload)
         except BaseException as cause:
             self._send_over(cause)
-            comm.abort((self._regions, payload))
-            if not comm.connected:
-                nccl.release(unique)
+            comm.abort(payload.memory)
             if not isinstance(cause, WarmcastError | RuntimeError):
                 raise
             log.warning("a broadcast to %d receivers broke: %s", self._size - 1, one_line(cause))
@@ -93,6 +94,23 @@ class _Party:
         else:
             log.info("sent to %d receivers by one broadcast", self._size - 1)
             comm.close()
+        finally:
+            payload.release()
+
+    def _send(self, comm: Communicator, payload: Payload) -> None:
+        packed = self._staging and payload.can_pack
+        unique = nccl.unique_id()
+        try:
+            self._begin(unique, packed=packed)
+            payload.prepare()
+            self._wait_for_joiners()
+            comm.create(unique, 0, self._size, self._ctas)
+            comm.connect()
+        finally:
+            if not comm.connected:
+                nccl.release(unique)
+        payload.move(comm, sending=True, packed=packed)
+        self._wait_for_all()
 
     def _begin(self, unique: bytes, *, packed: bool) -> None:
         for rank, member in self._open.items():
@@ -124,13 +142,16 @@ class _Party:
             try:
                 member.check(doing)
             except WarmcastError as cause:
-                self._lose(rank, cause)
+                self._lose(rank, without_frames(cause))
 
     def _hear(self, note: Note) -> None:
         if note.rank not in self._open:
             return
         if note.kind == "gone":
             self._lose(note.rank, TransferFailed("receiver", found=f"gave up: {note.reason}"))
+            return
+        if note.kind == "here":
+            self._here.add(note.rank)
             return
         member = self._open.pop(note.rank)
         if note.kind == "done":
@@ -156,6 +177,22 @@ class _Party:
         member.finish(cause)
         order = Order(kind="failed", party=self._name, reason=str(cause)[:512], blame=blame)
         tell_if_possible(self._registry, _box(member), order)
+
+    def _wait_for_joiners(self) -> None:
+        """Until every receiver has begun to join.
+
+        This side comes last: what NCCL began for ranks that never meet it does not free.
+        """
+        limit = Deadline.after(_JOIN)
+        while set(self._open) - self._here:
+            note = self._notes.wait(limit.within(_PATIENCE))
+            if note is not None:
+                self._hear(note)
+            if limit.expired:
+                for rank in set(self._open) - self._here:
+                    cause = TransferFailed("receiver", expected="to join in time", found="silence")
+                    self._lose(rank, cause)
+            self._check("waiting for the receivers to join")
 
     def _wait_for_all(self) -> None:
         """Until every receiver has everything."""
@@ -184,7 +221,7 @@ class _Party:
             try:
                 note = self._notes.wait(limit.within(_PATIENCE))
             except RegistryUnavailable as cause:
-                self._finish_all(cause)
+                self._finish_all(without_frames(cause))
                 break
             if note is not None:
                 self._hear(note)
