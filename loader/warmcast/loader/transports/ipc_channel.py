@@ -58,7 +58,7 @@ class Message(Record):
     kind: Literal["hello", "begin", "want", "part", "have", "done"]
     token: Token = ""
     address: Address | None = None
-    nbytes: Annotated[int, Field(ge=0)] = 0
+    nbytes: Annotated[int, Field(ge=0, strict=True)] = 0
     part: Part | None = None
 
 

@@ -38,7 +38,8 @@ _EXTENTS = 512
 
 _LAZY_PEER_ACCESS = 1
 _POSIX_FD = 1
-_Size = Annotated[int, Field(gt=0, lt=1 << 62)]
+_Size = Annotated[int, Field(gt=0, lt=1 << 62, strict=True)]
+_Place = Annotated[int, Field(ge=0, lt=1 << 62, strict=True)]
 
 
 class Block(Record):
@@ -60,7 +61,7 @@ class Part(Record):
     """
 
     blocks: tuple[Block, ...] = ()
-    extents: tuple[tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)], _Size], ...] = ()
+    extents: tuple[tuple[_Place, _Place, _Size], ...] = ()
     last: bool = False
 
 
