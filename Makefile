@@ -33,7 +33,7 @@ check: $(STAMP)
 # Eight at a time where pytest-xdist is there: most of them wait for a fault to be noticed.
 test-gpu:
 	PYTHONPATH=$(CURDIR)/manifests:$(CURDIR)/flows:$(CURDIR)/loader:$(CURDIR)/infra:$$PYTHONPATH \
-	$(PYTHON) -m pytest tests/gpu -rs $$($(PYTHON) -c 'import xdist' 2>/dev/null && printf %s '-n 8')
+	$(PYTHON) -m pytest tests/gpu -rs $$($(PYTHON) -c 'import xdist' 2>/dev/null && printf %s '-n 8 -p no:benchmark')
 
 # The lock makes a second make wait for the first; it then finds the work done. The stamp comes
 # last, so a set-up that failed is taken up again.
