@@ -1,0 +1,150 @@
+"""Reading a local file from where its bytes are, and from disks that do not do what they should."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from warmcast.manifests.deadline import Deadline
+from warmcast.manifests.errors import DeadlineExceeded, NotFound, StoreError
+from warmcast.manifests.stores import ObjectReader, file_reader, open_store
+from warmcast.manifests.stores.file import FileStore
+
+SIZE = 3 * 4096 + 777
+CONTENT = bytes(i * 7 % 251 for i in range(SIZE))
+preadv = os.preadv
+
+
+def soon() -> Deadline:
+    return Deadline.after(30)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[FileStore]:
+    store = open_store((tmp_path / "store").as_uri())
+    store.create("a", CONTENT, soon())
+    yield store
+    store.close()
+
+
+@pytest.fixture(params=["cached", "cold", "direct", "asked in vain"])
+def reader(
+    request: pytest.FixtureRequest, store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[ObjectReader]:
+    """A reader, by each of its ways."""
+    way = request.param
+    if way == "direct":
+        monkeypatch.setattr(file_reader, "_memory_free", lambda: 0)
+    if way in ("cold", "direct"):
+        monkeypatch.setattr(os, "preadv", _only(lambda flags: flags == 0, errno.EAGAIN))
+    if way == "asked in vain":
+        monkeypatch.setattr(os, "preadv", _only(lambda flags: flags == 0, errno.EOPNOTSUPP))
+    reader = store.reader("a", soon())
+    yield reader
+    reader.close()
+
+
+def _only(allowed: Callable[[int], bool], error: int) -> Callable[..., int]:
+    def call(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+        if not allowed(flags):
+            raise OSError(error, os.strerror(error))
+        return preadv(fd, buffers, offset, flags)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("offset", "length"),
+    [(0, SIZE), (0, 4096), (4096, 4096), (4096, SIZE - 4096), (1, 5000), (SIZE - 3, 3), (77, 0)],
+)
+def test_any_range_by_any_way(reader: ObjectReader, offset: int, length: int) -> None:
+    buffer = bytearray(length)
+    reader.read_into(offset, memoryview(buffer), soon())
+    assert bytes(buffer) == CONTENT[offset : offset + length]
+    assert reader.size == SIZE
+    assert reader.local
+
+
+@settings(deadline=None, max_examples=60)
+@given(offset=st.integers(0, SIZE), length=st.integers(0, SIZE), most=st.integers(1, 5000))
+def test_short_reads(tmp_path_factory, offset: int, length: int, most: int) -> None:
+    """A file system may give less than was asked for, at every call."""
+    length = min(length, SIZE - offset)
+    with pytest.MonkeyPatch.context() as patch:
+        store = open_store((tmp_path_factory.mktemp("short") / "store").as_uri())
+        store.create("a", CONTENT, soon())
+        reader = store.reader("a", soon())
+
+        def short(fd: int, buffers: list[memoryview], at: int, flags: int = 0) -> int:
+            return preadv(fd, [buffers[0][:most]], at, flags)
+
+        patch.setattr(os, "preadv", short)
+        buffer = bytearray(length)
+        reader.read_into(offset, memoryview(buffer), soon())
+        assert bytes(buffer) == CONTENT[offset : offset + length]
+        reader.close()
+
+
+def test_memory_that_is_not_aligned_is_read_past_the_cache_all_the_same(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_reader, "_memory_free", lambda: 0)
+    reader = store.reader("a", soon())
+    buffer = bytearray(SIZE + 1)
+    reader.read_into(0, memoryview(buffer)[1:], soon())
+    assert bytes(buffer[1:]) == CONTENT
+    reader.close()
+
+
+def test_an_error_of_the_disk_is_the_stores(
+    reader: ObjectReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "preadv", _only(lambda _: False, errno.EIO))
+    with pytest.raises(StoreError, match="Input/output error"):
+        reader.read_into(0, memoryview(bytearray(10)), soon())
+
+
+def test_a_file_that_ends_before(store: FileStore, tmp_path: Path) -> None:
+    reader = store.reader("a", soon())
+    path = tmp_path / "store" / "a"
+    path.chmod(0o600)
+    with path.open("r+b") as file:
+        file.truncate(5000)
+    with pytest.raises(StoreError, match="expected 4096 bytes at offset 4096, found 904"):
+        reader.read_into(4096, memoryview(bytearray(4096)), soon())
+    reader.close()
+
+
+def test_a_file_that_is_replaced_is_read_on_as_it_was(store: FileStore, tmp_path: Path) -> None:
+    reader = store.reader("a", soon())
+    other = tmp_path / "other"
+    other.write_bytes(b"x" * SIZE)
+    other.replace(tmp_path / "store" / "a")
+    buffer = bytearray(SIZE)
+    reader.read_into(0, memoryview(buffer), soon())
+    assert bytes(buffer) == CONTENT
+    reader.close()
+
+
+def test_no_time_left(reader: ObjectReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "preadv", _only(lambda flags: flags == 0, errno.EAGAIN))
+    with pytest.raises(DeadlineExceeded):
+        reader.read_into(0, memoryview(bytearray(10)), Deadline.after(0))
+
+
+def test_a_missing_file(store: FileStore) -> None:
+    with pytest.raises(NotFound):
+        store.reader("b", soon())
+
+
+def test_closed_files(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_reader, "_memory_free", lambda: 0)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    store.reader("a", soon()).close()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
