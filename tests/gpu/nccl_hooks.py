@@ -42,10 +42,13 @@ def gather(count: int) -> None:
 
 
 def left(device: torch.device) -> dict[str, Any]:
-    """What the process has: threads, open files, bytes of torch's and in use on the GPU."""
-    for thread in threading.enumerate():
-        if thread.name == "warmcast-nccl-end":
-            thread.join(10)
+    """What the process has when all transfers are over: threads, open files, bytes of torch's and
+    bytes in use on the GPU.
+    """
+    for name in ("warmcast-transfer", "warmcast-nccl-end"):  # the former start the latter
+        for thread in threading.enumerate():
+            if thread.name == name:
+                thread.join(20)
     free, total = torch.cuda.mem_get_info(device)
     return {
         "threads": len(list(Path("/proc/self/task").iterdir())),

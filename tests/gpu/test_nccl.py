@@ -26,8 +26,10 @@ pytestmark = pytest.mark.gpu(2)
 
 Left = dict[str, Any]
 
-SLACK = 64 << 20
-"""Bytes of a GPU that the driver may keep for itself."""
+SLACK = {signal.SIGKILL: 64 << 20, signal.SIGSTOP: 512 << 20}
+"""Bytes of a GPU that may be in use beyond what was: what the driver keeps for itself; and NCCL's
+buffers as long as a process has them open, though it be stopped.
+"""
 
 
 @pytest.fixture
@@ -53,7 +55,9 @@ def from_peer(report: dict[str, object]) -> bool:
     return True
 
 
-def the_same(left: Callable[[], Left], before: Left, *, files: int = 0) -> bool:
+def the_same(
+    left: Callable[[], Left], before: Left, *, files: int = 0, lost: int = signal.SIGKILL
+) -> bool:
     """Whether a worker has what it had, or soon has: no thread, file or memory more.
 
     NCCL's threads end by themselves, and nothing tells when.
@@ -64,7 +68,7 @@ def the_same(left: Callable[[], Left], before: Left, *, files: int = 0) -> bool:
             now["threads"] <= before["threads"]
             and len(now["files"]) <= len(before["files"]) + files
             and now["bytes"] <= before["bytes"]
-            and now["used"] <= before["used"] + SLACK
+            and now["used"] <= before["used"] + SLACK[lost]
         ):
             return True
         time.sleep(0.05)
@@ -177,7 +181,7 @@ def test_the_only_receiver_gone_in_the_middle(fleet: Fleet, number: int) -> None
     sender.ask("step")
     assert from_peer(third.ask("load"))
     assert third.ask("sum") == sender.ask("sum") == right
-    assert the_same(lambda: sender.ask("left"), before)
+    assert the_same(lambda: sender.ask("left"), before, lost=number)
     sender.ask("close")
     assert sender.ask("threads") == []
 
@@ -240,7 +244,7 @@ def test_one_of_three_gone_in_the_middle(fleet: Fleet, number: int) -> None:
         assert worker.ask("sum") == right
     assert "sent to 2 receivers by one broadcast" in sender.log.read_text()
     for worker, then in zip((sender, first, last), before, strict=True):
-        assert the_same(partial(worker.ask, "left"), then)
+        assert the_same(partial(worker.ask, "left"), then, lost=number)
 
 
 # Below the workers: ranks as threads of this process

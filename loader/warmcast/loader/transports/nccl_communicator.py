@@ -46,7 +46,8 @@ class Communicator:
         self._device = device
         self._check = check
         self._handle = ctypes.c_void_p()
-        self._byte: torch.Tensor | None = None
+        self._size = 0
+        self._bytes: torch.Tensor | None = None
         self.connected = False
         # Before copies, and whatever else is ready to run: the other ranks wait for this one.
         self.stream = torch.cuda.Stream(device, priority=-1)
@@ -57,6 +58,7 @@ class Communicator:
         An id that not every rank joins is its maker's to release.
         """
         configuration = nccl.config(max_ctas)
+        self._size = size
         with torch.cuda.device(self._device):
             result = nccl.loaded().ncclCommInitRankConfig(
                 ctypes.byref(self._handle),
@@ -68,16 +70,16 @@ class Communicator:
             nccl.check(result, "ncclCommInitRankConfig")
 
     def connect(self) -> None:
-        """Wait for the communicator, and connect: afterwards every rank has come.
+        """Wait for the communicator, connect, and wait until every rank has done so.
 
         Raises :class:`TransferFailed` and what ``check`` raises.
         """
         self._settle("creating the communicator")
-        # Connections are made by the first broadcast: one of a byte, so that it is not the
-        # weights' that waits for them.
-        self._byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
+        # Connections are made by the first broadcast, which takes longer than most weights do. A
+        # byte from each rank to all others makes them, and says that this rank has.
+        self._bytes = torch.zeros(self._size, dtype=torch.uint8, device=self._device)
         self.stream.wait_stream(torch.cuda.current_stream(self._device))
-        self.broadcast([(self._byte.data_ptr(), 1)])
+        self._launch((self._bytes.data_ptr() + rank, 1, rank) for rank in range(self._size))
         self.wait(self.stream.record_event(), "connecting")
         self.connected = True
 
@@ -86,18 +88,7 @@ class Communicator:
 
         Returns when the launch is done, so that events can be recorded behind it.
         """
-        library = nccl.loaded()
-        nccl.check(library.ncclGroupStart(), "ncclGroupStart")
-        try:
-            for address, nbytes in memory:
-                result = library.ncclBroadcast(
-                    address, address, nbytes, nccl.UINT8, 0, self._handle, self.stream.cuda_stream
-                )
-                nccl.check(result, "ncclBroadcast")
-        finally:
-            ended = library.ncclGroupEnd()
-        nccl.check(ended, "ncclGroupEnd")
-        self._settle("starting the transfer")
+        self._launch((address, nbytes, 0) for address, nbytes in memory)
 
     def wait(self, event: torch.cuda.Event, doing: str) -> None:
         """Wait until the GPU has come to an event."""
@@ -120,6 +111,22 @@ class Communicator:
         thread.join(_ABORT)
         return not thread.is_alive()
 
+    def _launch(self, broadcasts: Iterable[tuple[int, int, int]]) -> None:
+        """Launch broadcasts, (address, bytes, root) each, in one group."""
+        library = nccl.loaded()
+        stream = self.stream.cuda_stream
+        nccl.check(library.ncclGroupStart(), "ncclGroupStart")
+        try:
+            for address, nbytes, root in broadcasts:
+                result = library.ncclBroadcast(
+                    address, address, nbytes, nccl.UINT8, root, self._handle, stream
+                )
+                nccl.check(result, "ncclBroadcast")
+        finally:
+            ended = library.ncclGroupEnd()
+        nccl.check(ended, "ncclGroupEnd")
+        self._settle("starting the transfer")
+
     def _end(self, how: Callable[..., None], arguments: tuple[object, ...]) -> threading.Thread:
         thread = threading.Thread(target=how, args=arguments, name="warmcast-nccl-end", daemon=True)
         thread.start()
@@ -137,14 +144,14 @@ class Communicator:
             library.ncclCommAbort(self._handle)
         else:
             library.ncclCommDestroy(self._handle)
-        self._byte = None
+        self._bytes = None
 
     def _abort(self, _held: Sequence[torch.Tensor]) -> None:
         nccl.loaded().ncclCommAbort(self._handle)
         limit = Deadline.after(_KERNELS)
         while not self.stream.query() and not limit.expired:
             time.sleep(_POLL)
-        self._byte = None
+        self._bytes = None
 
     def _settle(self, doing: str) -> None:
         """Wait until the communicator has done what was last asked of it."""

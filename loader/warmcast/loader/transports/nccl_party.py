@@ -24,8 +24,10 @@ from warmcast.loader.transports import Transfer
 from warmcast.loader.transports.nccl_messages import Ticket
 from warmcast.manifests.errors import WarmcastError
 
-WINDOW = 0.02
-"""Seconds that the first of a party waits for others."""
+WINDOW = 0.05
+"""Seconds that the first of a party waits for others. Who is started at the same moment does not
+come at the same moment, and a party costs 0.2 s beside its bytes.
+"""
 
 COMING = 0.2
 """Seconds that it waits while others have been answered: they allocate memory, and confirm."""
