@@ -221,6 +221,17 @@ def test_without_staging_nothing_is_packed(machine: Machine, peers: Peers) -> No
     assert machine.packed == [False]
 
 
+def test_no_room_for_staging(peers: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **how: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch, "empty", full)
+    payload = Payload(peers.source, CPU)
+    assert not payload.can_pack
+    payload.prepare()
+    assert payload.memory == peers.source
+
+
 def test_the_least_bound_of_ctas_holds_for_all(
     machine: Machine, registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,7 +59,9 @@ class Payload:
 
     def prepare(self) -> None:
         """Do the host's part of packing beforehand: it takes some 3 µs a small region."""
-        for number, chunk in enumerate(self._plan.chunks if not self._copies else ()):
+        if self._copies or not self._buffers:
+            return
+        for number, chunk in enumerate(self._plan.chunks):
             buffer = self._buffers[number % _BUFFERS]
             by_word, by_byte = _Pairs(), _Pairs()
             for index, offset in chunk.places:
