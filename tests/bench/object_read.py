@@ -2,7 +2,7 @@
 
     python tests/bench/object_read.py [--json PATH] [--mib 512] [--repeat 3]
 
-Seconds of this process's processor time a GB (1e9 bytes) of weights, for a whole ``Loader.load`` into
+Seconds of this processor time a GB (1e9 bytes) of weights, for a whole ``Loader.load`` into
 CPU tensors, checks included, and for the bare ranges alone. The server shares the machine's cores,
 so the GB/s beside them say little of a network.
 """

@@ -135,7 +135,7 @@ def test_a_wrong_byte_lets_no_output_out(loader, deployed, monkeypatch):
     mine = loader()
     model = skeleton(mine)
     good = mine.load
-    monkeypatch.setattr("warmcast.loader.load.verify", _wrong)
+    monkeypatch.setattr("warmcast.loader.background.verify", _wrong)
     report = good(model, deployed.ref, progressive=True)
     assert not report.verified
     with pytest.raises(WeightVerificationError, match=r"first\.weight"):
@@ -197,7 +197,7 @@ def test_the_next_load_comes_in_the_order_it_ran(loader, deployed, monkeypatch):
         assert last.wait(30)
         return verify(pairs, deadline)
 
-    monkeypatch.setattr("warmcast.loader.load.verify", later)
+    monkeypatch.setattr("warmcast.loader.background.verify", later)
     mine.load(model, deployed.ref, progressive=True)
     model(torch.randn(8, 64))
     mine.finish(model)
@@ -208,7 +208,7 @@ def test_the_next_load_comes_in_the_order_it_ran(loader, deployed, monkeypatch):
     came = []
     arrive = Gate.arrive
     monkeypatch.setattr(Gate, "arrive", lambda self, n: (came.append(n), arrive(self, n)))
-    monkeypatch.setattr("warmcast.loader.load.verify", verify)
+    monkeypatch.setattr("warmcast.loader.background.verify", verify)
     monkeypatch.setattr(stream, "_threads", lambda: 1)
     again = loader()
     second = skeleton(again)

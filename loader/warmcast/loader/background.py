@@ -4,44 +4,55 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
+from torch import nn
 
 from warmcast.loader.errors import without_frames
+from warmcast.loader.order import keep_order, known_order
+from warmcast.loader.plan import Targets
 from warmcast.loader.progressive import Gate, Guard
-from warmcast.loader.verify import Verified
+from warmcast.loader.staging import Staging
+from warmcast.loader.stream import stream
+from warmcast.loader.verify import Verified, verify
 from warmcast.manifests.deadline import Deadline
-from warmcast.manifests.errors import InvalidManifest, WarmcastError
+from warmcast.manifests.errors import WarmcastError
 from warmcast.manifests.manifest import Manifest
 from warmcast.manifests.origin import Origin
+from warmcast.manifests.sampling import layer_of
 
 log = logging.getLogger("warmcast")
 
-_ORDERS = "orders"
-"""The kind of record that holds the order in which a model came to its tensors."""
-
 
 class Background:
-    """Brings the weights of one model over and verifies them, in a thread of its own.
+    """Brings one model's weights from the origin and verifies them, in a thread of its own.
 
-    ``work`` does it, and may be stopped by the event that it is given; ``undo`` takes the
-    containers out of the model again if it fails. The owner ends it with :meth:`cancel`.
+    ``targets`` are in the model already; ``undo`` takes them out again if the load fails. The
+    owner ends it with :meth:`cancel`.
     """
 
     def __init__(
         self,
-        work: Callable[[threading.Event], Verified],
-        gate: Gate,
-        guard: Guard,
+        model: nn.Module,
+        roots: Sequence[nn.Module],
+        origin: Origin,
+        staging: Staging,
+        manifest: Manifest,
+        targets: Targets,
         undo: Callable[[], None],
-        device: torch.device,
+        deadline: Deadline,
     ) -> None:
-        self.guard = guard
-        self._work: Callable[[threading.Event], Verified] | None = work
-        self._gate = gate
+        self._names = [placement.truth.name for placement in targets.plan.placements]
+        self._order = known_order(origin, manifest, self._names, deadline)
+        self._gate = Gate(len(self._names), deadline)
+        self._guard = Guard(model, roots, targets.sites(), self._gate)
+        self._work: Callable[[], Verified] | None = partial(
+            self._bring, origin, staging, manifest, targets, deadline
+        )
         self._undo: Callable[[], None] | None = undo
-        self._device = device
+        self._device = targets.tensors[0].device if targets.tensors else torch.device("cpu")
         self._stop = threading.Event()
         self._verified: Verified | None = None
         self._thread = threading.Thread(target=self._run, name="warmcast-progressive", daemon=True)
@@ -49,6 +60,15 @@ class Background:
     def start(self) -> None:
         """Begin."""
         self._thread.start()
+
+    def wait_for_the_first_layer(self) -> str:
+        """Return when the weights that come first are there; what they are."""
+        if not self._order:
+            return "nothing to wait for"
+        layer = layer_of(self._names[self._order[0]])
+        first = [number for number in self._order if layer_of(self._names[number]) == layer]
+        self._gate.wait(first)
+        return f"{len(first)} tensors of {layer!r} are there, {len(self._names)} in all will be"
 
     def wait(self) -> Verified:
         """Return when all was verified; raises what ended the load before."""
@@ -65,14 +85,38 @@ class Background:
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join()
-        self.guard.lift()
+        self._guard.lift()
+
+    def _bring(
+        self,
+        origin: Origin,
+        staging: Staging,
+        manifest: Manifest,
+        targets: Targets,
+        deadline: Deadline,
+    ) -> Verified:
+        stream(
+            origin,
+            manifest,
+            targets,
+            staging,
+            deadline,
+            order=self._order,
+            arrived=self._gate.arrive,
+            stop=self._stop,
+        )
+        verified = verify(targets.pairs(), deadline)
+        if self._guard.through:
+            seen = self._guard.order
+            keep_order(origin, manifest, self._names, self._order, seen, deadline)
+        return verified
 
     def _run(self) -> None:
         assert self._work is not None and self._undo is not None  # noqa: S101
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # this thread's
-            self._verified = self._work(self._stop)
+            self._verified = self._work()
         except Exception as cause:  # noqa: BLE001  (whatever it is, the model must not wait on)
             error = (
                 cause
@@ -83,50 +127,7 @@ class Background:
             self._gate.fail(without_frames(error))
             self._undo()
         else:
-            self.guard.lift()
+            self._guard.lift()
         # They know the memory; the model alone holds it from now on.
         self._work = self._undo = None
         self._gate.close()
-
-
-def known_order(
-    origin: Origin, manifest: Manifest, names: Sequence[str], deadline: Deadline
-) -> list[int]:
-    """The numbers of ``names`` in the order in which a model came to them, as far as is known."""
-    try:
-        record = origin.record(_ORDERS, manifest.model_key, deadline)
-        listed = record["tensors"] if isinstance(record, Mapping) else []
-        if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
-            raise InvalidManifest("order", expected="a list of tensors' names", found="another")
-    except (WarmcastError, KeyError) as cause:
-        log.info("the order of the manifest is taken: %s", cause)
-        listed = []
-    numbers = {name: number for number, name in enumerate(names)}
-    first = list(dict.fromkeys(numbers[name] for name in listed if name in numbers))
-    seen = set(first)
-    return [*first, *(number for number in range(len(names)) if number not in seen)]
-
-
-def keep_order(
-    origin: Origin,
-    manifest: Manifest,
-    names: Sequence[str],
-    taken: Sequence[int],
-    seen: Sequence[int],
-    deadline: Deadline,
-) -> None:
-    """Write down in which order the model came to its tensors, for the next load.
-
-    ``taken`` is the order in which they were read. The first who sees another writes; a worker
-    that may not write to the origin leaves it.
-    """
-    place = {number: position for position, number in enumerate(taken)}
-    positions = [place[number] for number in seen]
-    if positions == sorted(positions):
-        return
-    rest = [number for number in taken if number not in set(seen)]
-    record = {"tensors": [names[number] for number in (*seen, *rest)]}
-    try:
-        origin.put_record(_ORDERS, manifest.model_key, record, deadline)
-    except WarmcastError as cause:
-        log.info("the order of the model's tensors is not written down: %s", cause)

@@ -17,7 +17,6 @@ has them there is no honest way left, and :class:`RestartRequired` says so.
 
 from __future__ import annotations
 
-import threading
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -28,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from warmcast.loader.background import Background, keep_order, known_order
+from warmcast.loader.background import Background
 from warmcast.loader.change import Change, published_truth, shadow
 from warmcast.loader.containers import State, collect
 from warmcast.loader.errors import (
@@ -43,7 +42,6 @@ from warmcast.loader.errors import (
     WeightVerificationError,
 )
 from warmcast.loader.plan import Plan, Targets, make_plan, plan_changed
-from warmcast.loader.progressive import Gate, Guard
 from warmcast.loader.quorum import Group
 from warmcast.loader.ready import Installation, Served
 from warmcast.loader.registry import BEAT, EXPIRY, Lease, Registry
@@ -53,14 +51,12 @@ from warmcast.loader.routes.origin import OriginRoute
 from warmcast.loader.routes.peer import NoSender, PeerRoute
 from warmcast.loader.stages import Outcome, Stages
 from warmcast.loader.staging import Staging
-from warmcast.loader.stream import stream
 from warmcast.loader.verify import Verified, verify
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import WarmcastError
 from warmcast.manifests.identity import Identity, Mesh
 from warmcast.manifests.manifest import Manifest
 from warmcast.manifests.origin import Origin
-from warmcast.manifests.sampling import layer_of
 
 PEER_SHARE = 0.5
 """The part of the time left that finding, waiting for and receiving from peers may take."""
@@ -212,48 +208,24 @@ class Walk:
 
     def _progressively(self, manifest: Manifest, plan: Plan) -> Loaded:
         """Give the model its containers, and return when the first layer's weights are there."""
-        origin, deadline = self._ways.origin, self._deadline
         targets = self._stages.together("allocate", partial(self._allocate, plan))
-        names = [placement.truth.name for placement in plan.placements]
-        order = known_order(origin, manifest, names, deadline)
         self._installation = installation = self._into_the_model(manifest, targets)
         served = self._stages.together("ready", partial(installation.install, None))
-        gate = Gate(len(plan.placements), deadline)
-        roots = [self._model.get_submodule(name) for name in self._wanted.modules]
-        guard = Guard(self._model, roots, targets.sites(), gate)
-
-        def work(stop: threading.Event) -> Verified:
-            stream(
-                origin,
-                manifest,
-                targets,
-                self._ways.staging,
-                deadline,
-                order=order,
-                arrived=gate.arrive,
-                stop=stop,
-            )
-            verified = verify(targets.pairs(), deadline)
-            if guard.through:
-                keep_order(origin, manifest, names, order, guard.order, deadline)
-            return verified
-
         self._background = background = Background(
-            work, gate, guard, installation.undo, self._wanted.device
+            self._model,
+            [self._model.get_submodule(name) for name in self._wanted.modules],
+            self._ways.origin,
+            self._ways.staging,
+            manifest,
+            targets,
+            installation.undo,
+            self._deadline,
         )
         background.start()
-        layer = layer_of(names[order[0]])
-        first = [number for number in order if layer_of(names[number]) == layer]
-
-        def come(note: Note) -> None:
-            gate.wait(first)
-            note.yes(f"{len(first)} tensors of {layer!r} are there, {len(names)} in all will be")
-
-        self._stages.together("read", come)
+        self._stages.together("read", lambda note: note.yes(background.wait_for_the_first_layer()))
         self._installation = self._background = self._targets = None
-        report = self._report(
-            manifest, plan, "origin", None, origin.url, Verified(len(names), plan.nbytes, 0)
-        )
+        coming = Verified(len(plan.placements), plan.nbytes, 0)
+        report = self._report(manifest, plan, "origin", None, self._ways.origin.url, coming)
         return Loaded(replace(report, verified=False), served, background)
 
     # 1 and 2: what is wanted, and into what
