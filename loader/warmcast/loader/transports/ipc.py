@@ -24,12 +24,16 @@ import torch
 from torch import Tensor
 
 from warmcast.loader.cuda_context import current
-from warmcast.loader.errors import TransferFailed, TransportUnusable
+from warmcast.loader.errors import (
+    PeerError,
+    TransferFailed,
+    TransportUnusable,
+    without_frames,
+)
 from warmcast.loader.transports import Endpoint, Receiving, Sending, Span, Transfer, ipc_memory
 from warmcast.loader.transports.ipc_channel import (
     Address,
     Channel,
-    ChannelClosed,
     Listener,
     Message,
     close_fds,
@@ -336,7 +340,7 @@ class _Giver:
     def __init__(self, channel: Channel, device: int, *, has_all: bool) -> None:
         self.channel = channel
         self.memory = ipc_memory.Opened(device)
-        self.gone: ChannelClosed | None = None
+        self.gone: PeerError | None = None
         self._has_all = has_all
         self._have = 0
 
@@ -346,21 +350,20 @@ class _Giver:
         return self.memory.nbytes if self._has_all else min(self._have, self.memory.nbytes)
 
     def listen(self) -> None:
-        """Take what it has said, without waiting."""
-        while self.gone is None:
-            try:
+        """Take what it has said, without waiting; ``gone`` tells what became of it, if anything."""
+        try:
+            while self.gone is None:
                 received = self.channel.receive(Deadline.after(0))
-            except ChannelClosed as cause:
-                self.gone = cause
-                return
-            if received is None:
-                return
-            if received.message.part is not None:
-                self.memory.add(received.message.part, received.fds)
-            else:
-                close_fds(received.fds)
-            if received.message.kind == "have":
-                self._have = received.message.nbytes
+                if received is None:
+                    return
+                if received.message.part is not None:
+                    self.memory.add(received.message.part, received.fds)
+                else:
+                    close_fds(received.fds)
+                if received.message.kind == "have":
+                    self._have = received.message.nbytes
+        except (TransferFailed, TransportUnusable) as cause:
+            self.gone = without_frames(cause)
 
 
 class _Pull:
@@ -402,11 +405,11 @@ class _Pull:
             giver.listen()
             if not self._asked and giver.ready:
                 moving = time.monotonic()
+            self._transfer.deadline.check("transferring weights")
             moved = self._ask(giver) | self._settle()
             if moved:
                 progress = time.monotonic()
                 continue
-            self._transfer.deadline.check("transferring weights")
             self._transfer.alive()
             stands = time.monotonic() - progress > _STALL and not self._copies
             lost = giver.gone is not None and giver.ready <= self._asked

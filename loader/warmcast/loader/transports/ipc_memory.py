@@ -24,7 +24,7 @@ import torch
 from pydantic import Field, StringConstraints
 from torch import Tensor
 
-from warmcast.loader.errors import TransferFailed
+from warmcast.loader.errors import TransferFailed, TransportUnusable
 from warmcast.manifests.manifest import Record
 
 if TYPE_CHECKING:
@@ -218,13 +218,20 @@ class Opened:
     _mapped: list[tuple[int, int, list[int]]] = field(default_factory=list)
 
     def add(self, part: Part, fds: Sequence[int]) -> None:
-        """Open the blocks of a part. Closes ``fds``. Raises :class:`TransferFailed`."""
+        """Open the blocks of a part. Closes ``fds``.
+
+        Raises :class:`TransportUnusable` where the driver does not open them, as between two
+        containers that do not share their processes' numbers, and :class:`TransferFailed`.
+        """
         left = list(fds)
         try:
             for block in part.blocks:
                 count = len(block.sizes) if block.kind == "fd" else 0
                 mine, left = left[:count], left[count:]
-                address = self._map(block, mine) if count else self._open(block)
+                try:
+                    address = self._map(block, mine) if count else self._open(block)
+                except TransferFailed as cause:
+                    raise TransportUnusable(str(cause)) from cause
                 self._blocks.append((address, sum(block.sizes)))
             for number, offset, nbytes in part.extents:
                 if number >= len(self._blocks) or offset + nbytes > self._blocks[number][1]:
