@@ -88,3 +88,36 @@ def wire(
     result.print()
     if json_file is not None:
         record.write(result.record(), json_file)
+
+
+@bench.command()
+def stream(
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda or cuda:N. A GPU, where there is one.")
+    ] = None,
+    gigabytes: Annotated[
+        float | None, typer.Option("--gb", help="Size of the checkpoint. 12 to a GPU, else 1.8.")
+    ] = None,
+    deadline: Annotated[
+        float, typer.Option(help="Seconds after which the benchmark gives up.")
+    ] = DEADLINE,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the figures to this file.")
+    ] = None,
+) -> None:
+    """Measure loads from storage, by this loader and those installed beside it."""
+    for option, value in {"--deadline": deadline, "--gb": gigabytes}.items():
+        if value is not None and not value > 0:
+            raise UsageError(option, expected="more than 0", found=value)
+
+    from warmcast.flows.cli import ended_by_sigterm
+    from warmcast.infra.bench import record
+    from warmcast.infra.bench.stream import run
+    from warmcast.infra.bench.verify import pick_device
+
+    record.check_destination(json_file)
+    with ended_by_sigterm():
+        result = run(pick_device(device), gigabytes, Deadline.after(deadline))
+    result.print()
+    if json_file is not None:
+        record.write(result.record(), json_file)

@@ -1,0 +1,195 @@
+"""``warmcast bench stream``: from storage to the device, beside what each part on the way allows.
+
+A checkpoint of random bytes is written, and loaded from memory (tmpfs), from the page cache
+(``warm``) and from the disk (``cold``), by this loader and by every public one that is installed,
+each in a process of its own, twice. The bytes of each are checked; wrong ones are no figure.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from warmcast.flows.workfolder import WorkFolder
+from warmcast.infra.bench import record
+from warmcast.infra.bench.stream import limits
+from warmcast.infra.bench.stream.checkpoint import Checkpoint, make
+from warmcast.infra.bench.stream.child import LOADERS
+from warmcast.infra.bench.wire.models import Shape, shapes
+from warmcast.infra.demo.channel import Child
+from warmcast.manifests.deadline import Deadline
+from warmcast.manifests.errors import UsageError
+
+GB = 1e9
+_MEMORY = Path("/dev/shm")  # noqa: S108
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A loader, from a place: the second load of a process, and the first beside it."""
+
+    loader: str
+    where: str
+    bytes: int
+    seconds: float
+    GBps: float
+    ratio_to_limit: float | None
+    checked: bool
+    first_seconds: float
+    cpu_seconds_per_gb: float
+    host_memory: int
+
+
+@dataclass(slots=True)
+class Result:
+    """The figures of one run."""
+
+    device: str
+    limits: dict[str, float]
+    disk: dict[str, float]
+    cases: list[Case] = field(default_factory=list)
+
+    def record(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "machine": {**record.machine(), "device": self.device},
+            "limits": self.limits,
+            "disk_reads_GBps": self.disk,
+            "cases": [asdict(case) for case in self.cases],
+        }
+
+    def print(self) -> None:
+        """A table for people, and which part of the machine is the slowest."""
+        print(f"To {self.device}: " + ", ".join(f"{k} {v}" for k, v in self.limits.items()))
+        columns = (
+            "loader",
+            "where",
+            "GB",
+            "s",
+            "GB/s",
+            "of limit",
+            "first, s",
+            "CPU s/GB",
+            "bytes",
+        )
+        rows = [
+            (
+                case.loader,
+                case.where,
+                f"{case.bytes / GB:.2f}",
+                f"{case.seconds:.3f}",
+                f"{case.GBps:.2f}",
+                "-" if case.ratio_to_limit is None else f"{case.ratio_to_limit:.2f}",
+                f"{case.first_seconds:.3f}",
+                f"{case.cpu_seconds_per_gb:.2f}",
+                "right" if case.checked else "WRONG",
+            )
+            for case in self.cases
+        ]
+        record.print_table(columns, rows, words=2)
+        slowest = min(self.limits, key=lambda name: self.limits[name], default=None)
+        if slowest is not None:
+            print(f"The slowest part here: {slowest.removesuffix('_GBps').replace('_', ' ')}")
+
+
+def run(
+    device: torch.device, gigabytes: float | None, deadline: Deadline, *, scale: int = 1
+) -> Result:
+    """Measure loads to ``device``. Raises :class:`UsageError` where there is no room for them."""
+    wanted = gigabytes if gigabytes is not None else (12.0 if device.type == "cuda" else 1.8)
+    shape = shapes(int(wanted * GB), scale=scale)[0]
+    with ExitStack() as stack:
+        disk = stack.enter_context(WorkFolder())
+        folder = disk.part()
+        _need(folder, shape)
+        checkpoint = make(folder, shape, deadline)
+        reads = {
+            way: round(rate / GB, 2) for way, rate in limits.disk_reads(checkpoint.files).items()
+        }
+        result = Result(str(device), {}, reads)
+        if device.type == "cuda":
+            result.limits["pinned_copy_GBps"] = round(limits.pinned_copy(device) / GB, 2)
+        if reads:
+            result.limits["disk_read_GBps"] = max(reads.values())
+        places = {"warm": checkpoint, "cold": checkpoint}
+        if _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > 1.1 * shape.nbytes:
+            memory = stack.enter_context(WorkFolder(_MEMORY)).part()
+            places = {"tmpfs": make(memory, shape, deadline), **places}
+        for where, source in places.items():
+            for name in LOADERS:
+                if name == "warmcast" or importlib.util.find_spec(name) is not None:
+                    result.cases += _case(name, where, source, shape, result, disk.part(), deadline)
+    return result
+
+
+def _case(
+    name: str,
+    where: str,
+    checkpoint: Checkpoint,
+    shape: Shape,
+    result: Result,
+    folder: Path,
+    deadline: Deadline,
+) -> Iterator[Case]:
+    told = {
+        "loader": name,
+        "device": result.device,
+        "files": [str(path) for path in checkpoint.files],
+        "origin": checkpoint.origin,
+        "ref": shape.ref,
+        "shape": asdict(shape),
+        "cold": where == "cold",
+    }
+    if where == "warm":
+        _warm(checkpoint.files)
+    module = "warmcast.infra.bench.stream.child"
+    with Child(f"{name}, {where}", module, [json.dumps(told)], _environment(), folder) as child:
+        answer = child.answer(deadline)
+        child.end()
+    first, second = answer["seconds"]
+    limit = result.limits.get("disk_read_GBps" if where == "cold" else "pinned_copy_GBps")
+    rate = shape.nbytes / second / GB
+    yield Case(
+        name,
+        where,
+        shape.nbytes,
+        round(second, 4),
+        round(rate, 2),
+        round(rate / limit, 3) if limit else None,
+        not answer["wrong"],
+        round(first, 4),
+        round(answer["cpu"] / shape.nbytes * GB, 3),
+        answer["memory"],
+    )
+
+
+def _warm(files: Sequence[Path]) -> None:
+    buffer = bytearray(1 << 20)
+    for path in files:
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+
+def _environment() -> Mapping[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("WARMCAST_")}
+
+
+def _need(folder: Path, shape: Shape) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < 1.1 * shape.nbytes:
+        raise UsageError(
+            f"work folder {folder.parent}",
+            expected=f"{1.1 * shape.nbytes / GB:.1f} GB",
+            found=f"{free / GB:.1f} GB free",
+            do="name a smaller model with --gb, or another folder with TMPDIR",
+        )
