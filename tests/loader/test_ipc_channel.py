@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from warmcast.loader.errors import TransferFailed
+from warmcast.loader.errors import TransferFailed, TransportUnusable
+from warmcast.loader.transports import Transfer
+from warmcast.loader.transports.ipc import Ipc
 from warmcast.loader.transports.ipc_channel import (
     Address,
     Channel,
@@ -20,7 +25,7 @@ from warmcast.loader.transports.ipc_channel import (
     Message,
     listening,
 )
-from warmcast.loader.transports.ipc_memory import Block, Part
+from warmcast.loader.transports.ipc_memory import Block, Opened, Part
 from warmcast.manifests.deadline import Deadline
 
 NOW = Deadline.after(0)
@@ -89,10 +94,11 @@ def test_the_hello_carries_an_address(listener: Listener) -> None:
 
 
 def test_strangers_are_sent_away(listener: Listener) -> None:
-    """One that is silent, one with another token, one that talks nonsense; then the right one."""
-    strangers = [raw(listener) for _ in range(3)]
+    """One that is silent, those with another token, one that talks nonsense; then the right one."""
+    strangers = [raw(listener) for _ in range(4)]
     strangers[1].send(json.dumps({"kind": "hello", "token": "guessed"}).encode())
-    strangers[2].send(b"\xff\xfe")
+    strangers[2].send(json.dumps({"kind": "hello", "token": "é"}).encode())
+    strangers[3].send(b"\xff\xfe")
     taker = Channel.connect(listener.address, "giver")
     taker.send(Message(kind="hello", token=listener.address.token), deadline=soon())
     accepted = listener.accept("taker", soon())
@@ -123,6 +129,11 @@ HOSTILE = {
     "an empty extent": b'{"kind": "part", "part": {"extents": [[0, 0, 0]]}}',
     "a handle that is none": b'{"kind": "part", "part": {"blocks": '
     b'[{"kind": "ipc", "sizes": [1], "handle": "zz"}]}}',
+    "an allocation without its handle": b'{"kind": "part", "part": {"blocks": '
+    b'[{"kind": "ipc", "sizes": [1]}]}}',
+    "no pieces": b'{"kind": "part", "part": {"blocks": [{"kind": "fd", "sizes": []}]}}',
+    "pieces longer than any memory": b'{"kind": "part", "part": {"blocks": [{"kind": "fd", '
+    b'"sizes": [4611686018427387903, 4611686018427387903]}]}}',
     "a block of no kind": b'{"kind": "part", "part": {"blocks": [{"kind": "x", "sizes": [1]}]}}',
     "deep nesting": b"[" * 5000,
     "more than fits": b'{"kind": "hello", "token": "' + b"x" * 140_000 + b'"}',
@@ -146,6 +157,51 @@ def test_garbage_is_an_error_and_keeps_no_descriptor(listener: Listener, case: s
     assert open_files() == before
     accepted[0].close()
     stranger.close()
+
+
+def test_pieces_without_their_descriptors() -> None:
+    """More pieces than descriptors came: none is opened, and those that came are closed."""
+    part = Part(blocks=(Block(kind="fd", sizes=(4096, 4096)),), last=True)
+    before = open_files()
+    read, write = os.pipe()
+    os.close(write)
+    with pytest.raises(TransferFailed, match="expected 2 file descriptors, found 1"):
+        Opened(0).add(part, [read])
+    assert open_files() == before
+
+
+def test_a_process_that_is_killed_is_noticed(listener: Listener) -> None:
+    """Without a word: the kernel closes its end."""
+    address = listener.address
+    code = (
+        "import socket, sys, json, time\n"
+        "s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)\n"
+        "s.connect(chr(0) + sys.argv[1])\n"
+        "s.send(json.dumps({'kind': 'hello', 'token': sys.argv[2]}).encode())\n"
+        "time.sleep(60)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, address.name, address.token])
+    try:
+        accepted = listener.accept("taker", soon())
+        assert accepted is not None
+    finally:
+        process.kill()
+        process.wait()
+    with pytest.raises(ChannelClosed):
+        accepted[0].receive(soon())
+    accepted[0].close()
+
+
+def test_where_the_socket_is_not_reached_ipc_is_unusable(listener: Listener) -> None:
+    """So the receiver asks the same sender again, for another transport; and nothing is left."""
+    listener.end()
+    listener.close()
+    transfer = Transfer("r", [], torch.device("cpu"), None, "", soon(), lambda: None)
+    before = open_files()
+    for offer in (listener.address.model_dump_json(), "{", "{}", '{"name": "", "token": ""}'):
+        with pytest.raises(TransportUnusable), Ipc().receiving(transfer, offer):
+            pass
+    assert open_files() == before
 
 
 def test_an_end_is_noticed_at_once(pair: tuple[Channel, Channel]) -> None:

@@ -195,14 +195,16 @@ class _Blobs:
         with self._lock:
             reader = self._readers.get(file.sha256)
             if reader is None:
-                reader = self._readers[file.sha256] = self._origin.open_blob(file.sha256, deadline)
+                reader = self._origin.open_blob(file.sha256, deadline)
                 if reader.size != file.size:
+                    reader.close()  # kept, it would be another thread's, unchecked
                     raise StoreError(
                         f"{file.path} (blob {file.sha256[:12]} of {self.url})",
                         expected=f"{file.size} bytes",
                         found=f"{reader.size}",
                         do="run `warmcast verify`, then deploy again",
                     )
+                self._readers[file.sha256] = reader
             return reader
 
 

@@ -216,7 +216,9 @@ class Listener:
     def _right(self, received: Received) -> bool:
         close_fds(received.fds)
         message = received.message
-        return message.kind == "hello" and secrets.compare_digest(message.token, self.address.token)
+        # Bytes: of strings it compares ASCII alone.
+        shown, right = message.token.encode(), self.address.token.encode()
+        return message.kind == "hello" and secrets.compare_digest(shown, right)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, model_validator
 from torch import Tensor
 
 from warmcast.loader.errors import TransferFailed, TransportUnusable
@@ -52,6 +52,16 @@ class Block(Record):
     kind: Literal["ipc", "fd"]
     sizes: tuple[_Size, ...]
     handle: Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{128})?$")] = ""
+
+    @model_validator(mode="after")
+    def _of_its_kind(self) -> Block:
+        if self.kind == "ipc" and (len(self.sizes) != 1 or not self.handle):
+            raise ValueError("an allocation of one size, and its handle")
+        if self.kind == "fd" and (not self.sizes or self.handle):
+            raise ValueError("pieces, and no handle")
+        if sum(self.sizes) >= 1 << 62:
+            raise ValueError("pieces of less than 2^62 bytes in all")
+        return self
 
 
 class Part(Record):
@@ -227,6 +237,10 @@ class Opened:
         try:
             for block in part.blocks:
                 count = len(block.sizes) if block.kind == "fd" else 0
+                if count > len(left):
+                    raise TransferFailed(
+                        "ipc", expected=f"{count} file descriptors", found=f"{len(left)}"
+                    )
                 mine, left = left[:count], left[count:]
                 try:
                     address = self._map(block, mine) if count else self._open(block)
