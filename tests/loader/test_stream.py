@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import threading
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from warmcast.loader.plan import Targets, make_plan
 from warmcast.loader.staging import Staging
 from warmcast.loader.stream import stream
 from warmcast.manifests.deadline import Deadline
-from warmcast.manifests.errors import IntegrityError
+from warmcast.manifests.errors import IntegrityError, StoreError
 from warmcast.manifests.identity import Mesh
 from warmcast.manifests.manifest import Manifest, build_manifest
 from warmcast.manifests.origin import Origin, blob_key
@@ -166,6 +167,20 @@ def test_a_chunk_that_stays_wrong(origin, tmp_path):
     with pytest.raises(IntegrityError, match=r"model\.safetensors at byte 12288 .*twice"):
         stream(origin, manifest, targets, Staging(16 << 20), NEVER)
     assert not [t for t in threading.enumerate() if t.name.startswith("warmcast-stream")]
+
+
+def test_a_blob_of_another_size_is_so_for_every_thread(origin):
+    """Not only for the first that opens it."""
+    data = bytes(range(200)) * 500
+    manifest = put(origin, {"weight": ("U8", (len(data),), data)}, 4096, Mesh())
+    file = manifest.files[0]
+    blob = Path(origin.url.removeprefix("file://")) / blob_key(file.sha256)
+    blob.chmod(0o600)
+    os.truncate(blob, file.size - 1)
+    with streaming._Blobs(origin) as blobs:
+        for _ in range(3):
+            with pytest.raises(StoreError, match=rf"\.safetensors .*found {file.size - 1}"):
+                blobs.reader(file, NEVER)
 
 
 def test_threads_are_few():
