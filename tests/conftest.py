@@ -9,9 +9,10 @@ from uuid import uuid4
 
 import pytest
 
+from tests.manifests.s3_proxy import Proxy
 from warmcast.infra.servers import Seaweed, Valkey, seaweed, valkey
 from warmcast.manifests.deadline import Deadline
-from warmcast.manifests.stores import ObjectStore, open_store
+from warmcast.manifests.stores import ObjectStore, http, open_store
 
 BUCKET = "warmcast-tests"
 
@@ -60,6 +61,18 @@ def s3_url(seaweed_server: Seaweed, monkeypatch: pytest.MonkeyPatch) -> str:
     for name, value in seaweed_server.env.items():
         monkeypatch.setenv(name, value)
     return f"s3://{BUCKET}/{uuid4().hex}"
+
+
+@pytest.fixture
+def proxy(seaweed_server: Seaweed, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    """A proxy before the SeaweedFS server, through which this test's requests go."""
+    host, _, port = seaweed_server.url.removeprefix("http://").partition(":")
+    opened = Proxy((host, int(port)))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", opened.url)
+    # Backoff stays; that it takes its time is not what is tested.
+    monkeypatch.setattr(http, "_FIRST_PAUSE", 0.001)
+    yield opened
+    opened.close()
 
 
 @pytest.fixture

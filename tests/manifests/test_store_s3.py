@@ -59,17 +59,6 @@ LARGE = DATA * 11
 
 
 @pytest.fixture
-def proxy(seaweed_server: Seaweed, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    host, _, port = seaweed_server.url.removeprefix("http://").partition(":")
-    opened = Proxy((host, int(port)))
-    monkeypatch.setenv("AWS_ENDPOINT_URL", opened.url)
-    # Backoff stays; that it takes its time is not what is tested.
-    monkeypatch.setattr(http, "_FIRST_PAUSE", 0.001)
-    yield opened
-    opened.close()
-
-
-@pytest.fixture
 def store(proxy: Proxy, s3_url: str) -> Iterator[S3Store]:
     opened = S3Store(s3_url, part_size=PART)
     yield opened
