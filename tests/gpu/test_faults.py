@@ -71,6 +71,15 @@ def stage(scene: Scene, transport: str) -> Iterator[Stage]:
     stage.close()
 
 
+def serving(stage: Stage) -> tuple[Worker, Survey]:
+    """A sender, and what it held before it was one."""
+    sender = stage.worker(0)
+    right(stage, sender.load(PATIENT), "origin")
+    sender.ask("close")
+    before = sender.survey()
+    return sender.serve(), before
+
+
 def warmed(stage: Stage, sender: Worker) -> tuple[Worker, Survey]:
     """A receiver that has received before, and what it holds then."""
     receiver = stage.worker(1)
@@ -91,11 +100,13 @@ def nothing_left(worker: Worker, before: Survey) -> None:
     for _ in range(200):
         now = worker.survey()
         gone = len(now.files) <= len(before.files) and now.tasks <= before.tasks
-        if gone and now.threads == before.threads and now.gpu <= before.gpu:
+        memory = now.gpu <= before.gpu and now.opened == before.opened
+        if gone and memory and now.threads == before.threads:
             return
         time.sleep(0.05)
     more = sorted(set(now.files) - set(before.files))
-    raise AssertionError((before.threads, now.threads, before.tasks, now.tasks, more, now.gpu))
+    memory = (before.gpu, now.gpu, before.opened, now.opened)
+    raise AssertionError((before.threads, now.threads, before.tasks, now.tasks, more, memory))
 
 
 def loads_again(stage: Stage, worker: Worker, before: Survey) -> None:
@@ -140,12 +151,8 @@ def test_sender_while_its_receiver_verifies(stage: Stage, fault: str) -> None:
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("moment", RECEIVING)
 def test_receiver(stage: Stage, moment: str, fault: str) -> None:
-    sender = stage.worker(0)
-    right(stage, sender.load(PATIENT), "origin")
-    sender.ask("close")
-    before = sender.survey()
-    sender.serve()
-    receiver, _ = warmed(stage, sender)
+    sender, before = serving(stage)
+    receiver, held = warmed(stage, sender)
     receiver.halt_at(moment)
     receiver.begin(GIVEN)
     receiver.halted(moment)
@@ -154,6 +161,7 @@ def test_receiver(stage: Stage, moment: str, fault: str) -> None:
     if fault == "partition":
         receiver.go_on()
         right(stage, receiver.end())
+        loads_again(stage, receiver, held)
     # The sender serves the next one, who comes to the lost one's GPU.
     right(stage, stage.worker(1).load(PATIENT), "peer")
     sender.ask("served", within=PATIENT)
@@ -174,6 +182,24 @@ def test_registry(stage: Stage, moment: str, fault: str) -> None:
     right(stage, receiver.end())
     loads_again(stage, receiver, before)
     assert sender.ask("weights") == stage.scene.weights
+
+
+@pytest.mark.parametrize("fault", ["stop", "pause"])
+@pytest.mark.parametrize("moment", SENDING)
+def test_registry_lost_to_a_sender(stage: Stage, moment: str, fault: str) -> None:
+    sender, before = serving(stage)
+    receiver, held = warmed(stage, sender)
+    sender.halt_at(moment)
+    receiver.begin(GIVEN)
+    sender.halted(moment)
+    getattr(stage.scene.registry, fault)()
+    sender.go_on()
+    right(stage, receiver.end())
+    loads_again(stage, receiver, held)
+    assert sender.ask("weights") == stage.scene.weights
+    sender.ask("served", within=PATIENT)
+    sender.ask("close", within=PATIENT)
+    nothing_left(sender, before)
 
 
 CHAIN = {"kill": Worker.kill, "stop": Worker.stop}
@@ -211,6 +237,23 @@ def test_memory_that_cannot_be_given(
     outcome = scene.worker(env={**both, **there}).load(PATIENT)
     right(stage, outcome, "origin" if transport == "ipc" else "peer")
     assert "allocator that does not let it be exported" in outcome.tree
+
+
+def test_a_sender_that_is_not_reached(stage: Stage, scene: Scene, transport: str) -> None:
+    """Its socket is in another network namespace, say: another transport, or the origin."""
+    both = {"WARMCAST_TRANSPORTS": "ipc" if transport == "ipc" else "ipc,nccl"}
+    scene.worker(env={**both, "TEST_DEVICE": "cuda:0"}).serve()
+    there = "cuda:1" if transport == "nccl" else "cuda:0"
+    receiver = scene.worker(env={**both, "TEST_DEVICE": there})
+    receiver.ask("refuse")
+    outcome = receiver.load(PATIENT)
+    right(stage, outcome, "origin" if transport == "ipc" else "peer")
+    assert "the sender's socket in this network namespace" in outcome.tree
+    receiver.ask("close")
+    before = receiver.survey()
+    right(stage, receiver.load(PATIENT), "peer")
+    receiver.ask("close")
+    nothing_left(receiver, before)
 
 
 def test_expandable_segments(stage: Stage, scene: Scene, transport: str) -> None:

@@ -46,6 +46,8 @@ from warmcast.loader.registry import Registry, Watch
 from warmcast.loader.routes import peer
 from warmcast.loader.transports import ipc
 from warmcast.loader.transports.gloo import Gloo, _RegistryStore
+from warmcast.loader.transports.ipc_channel import Address, Channel
+from warmcast.loader.transports.ipc_memory import Opened
 from warmcast.loader.transports.nccl_communicator import Communicator
 from warmcast.manifests.errors import WarmcastError
 from warmcast.manifests.stores.file_reader import FileReader
@@ -92,8 +94,8 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What a process holds: Python's threads, all threads, open files, resident bytes, and bytes
-    of a GPU's memory.
+    """What a process holds: Python's threads, all threads, open files, resident bytes, bytes of a
+    GPU's memory, and blocks of other processes' GPU memory that are open.
     """
 
     threads: tuple[str, ...]
@@ -101,6 +103,7 @@ class Survey:
     files: tuple[str, ...]
     resident: int
     gpu: int = 0
+    opened: int = 0
 
 
 class _Worker:
@@ -181,7 +184,17 @@ class _Worker:
             torch.cuda.empty_cache()
             gpu = torch.cuda.memory_allocated()
         size = resident * os.sysconf("SC_PAGE_SIZE")
-        return Survey(threads, tasks, tuple(sorted(files)), size, gpu)
+        return Survey(threads, tasks, tuple(sorted(files)), size, gpu, sum(_opened.values()))
+
+    def refuse(self) -> None:
+        """Have nobody listen where the next connection to a giver goes."""
+        real = Channel.connect
+
+        def refused(address: Address, peer: str) -> Channel:
+            Channel.connect = real
+            return real(Address(name="warmcast-nobody", token=address.token), peer)
+
+        Channel.connect = refused
 
 
 class _Moments:
@@ -238,11 +251,42 @@ class _Moments:
         setattr(owner, name, wrapped)
 
 
+_opened: dict[int, int] = {}  # by address, how often another's block is open there
+
+
+def _count_opened() -> None:
+    """Keep account of what :class:`Opened` opens, apart from its own."""
+    for name in ("_open", "_map"):
+        _counted(name)
+    close = Opened.close
+
+    def closed(opened: Opened) -> None:
+        mine = [*opened._handles, *(address for address, _, _ in opened._mapped)]
+        close(opened)
+        for address in mine:
+            if _opened.get(address):  # not one whose opening failed
+                _opened[address] -= 1
+
+    Opened.close = closed
+
+
+def _counted(name: str) -> None:
+    original = getattr(Opened, name)
+
+    def counted(*args: Any) -> int:
+        address = int(original(*args))
+        _opened[address] = _opened.get(address, 0) + 1
+        return address
+
+    setattr(Opened, name, counted)
+
+
 def _on_a_gpu(halts: _Moments, device: str) -> None:
     """Moments of the transports between GPUs, and chunks so short that there are several."""
     torch.cuda.set_device(device)
     torch.zeros(1, device=device)
     ipc.CHUNK = 4 << 20
+    _count_opened()
     halts.before(ipc._Pull, "run", "creating", lambda *args: True)
     halts.before(ipc, "_give", "creating", lambda *args: True)
     halts.after(ipc._Pull, "_settle", "receiving", lambda moved: moved)
