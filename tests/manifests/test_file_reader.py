@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import mmap
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -108,6 +110,69 @@ def test_an_error_of_the_disk_is_the_stores(
     monkeypatch.setattr(os, "preadv", _only(lambda _: False, errno.EIO))
     with pytest.raises(StoreError, match="Input/output error"):
         reader.read_into(0, memoryview(bytearray(10)), soon())
+
+
+def test_a_descriptor_that_cannot_be_read() -> None:
+    """Nothing is mapped at a process's first bytes, and reading them is an error of the device."""
+
+    def explain(cause: OSError) -> StoreError:
+        return StoreError("memory", found=cause.strerror)
+
+    reader = file_reader.FileReader(os.open("/proc/self/mem", os.O_RDONLY), "memory", explain)
+    with pytest.raises(StoreError, match="Input/output error"):
+        reader.read_into(0, memoryview(bytearray(10)), soon())
+    reader.close()
+
+
+@pytest.mark.parametrize("nowait", [errno.EAGAIN, errno.EOPNOTSUPP], ids=["cold", "unsupported"])
+def test_a_file_larger_than_the_memory_is_read_past_the_cache(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch, nowait: int
+) -> None:
+    """Every time, and all but the tail that is no whole block."""
+    reads: list[tuple[bool, int, int]] = []
+
+    def call(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+        if flags:
+            raise OSError(nowait, os.strerror(nowait))
+        count = preadv(fd, buffers, offset)
+        direct = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+        reads.append((direct, offset, count))
+        return count
+
+    monkeypatch.setattr(file_reader, "_memory_free", lambda: 0)
+    monkeypatch.setattr(os, "preadv", call)
+    reader = store.reader("a", soon())
+    if reader._direct < 0:
+        pytest.skip("this file system has no reads past the cache")
+    with mmap.mmap(-1, 4 * 4096) as buffer, memoryview(buffer) as view:
+        for _ in range(2):
+            reads.clear()
+            with view[:SIZE] as part:
+                reader.read_into(0, part, soon())
+            assert bytes(view[:SIZE]) == CONTENT
+            past = sum(count for direct, _, count in reads if direct)
+            assert past >= 3 * 4096
+            assert sum(count for direct, _, count in reads if not direct) <= SIZE - 3 * 4096
+    reader.close()
+
+
+def test_a_file_system_without_direct_reads(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opens = os.open
+
+    def refuse(path: str, flags: int, *more: int, **options: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return opens(path, flags, *more, **options)
+
+    monkeypatch.setattr(file_reader, "_memory_free", lambda: 0)
+    monkeypatch.setattr(os, "open", refuse)
+    reader = store.reader("a", soon())
+    buffer = bytearray(SIZE)
+    reader.read_into(0, memoryview(buffer), soon())
+    assert bytes(buffer) == CONTENT
+    reader.close()
 
 
 def test_a_file_that_ends_before(store: FileStore, tmp_path: Path) -> None:

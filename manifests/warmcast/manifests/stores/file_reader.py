@@ -54,10 +54,11 @@ class FileReader:
         """
         view = buffer.cast("B")
         done = 0
-        with contextlib.suppress(OSError):  # what is the matter with it is found out below
-            # Mostly all of it is in the cache. Threads that stream come here tens of thousands of
-            # times a second.
-            done = os.preadv(self._fd, (view,), offset, self._flags)
+        if self._flags:  # without them this would be a read of all, by the one way
+            with contextlib.suppress(OSError):  # what is the matter with it is found out below
+                # Mostly all of it is in the cache. Threads that stream come here tens of thousands
+                # of times a second.
+                done = os.preadv(self._fd, (view,), offset, self._flags)
         while done < len(view):
             deadline.check(f"reading {self._where}")
             piece = view[done : done + _PIECE]
