@@ -75,8 +75,7 @@ def serving(stage: Stage) -> tuple[Worker, Survey]:
     """A sender, and what it held before it was one."""
     sender = stage.worker(0)
     right(stage, sender.load(PATIENT), "origin")
-    sender.ask("close")
-    before = sender.survey()
+    before = at_rest(sender)
     return sender.serve(), before
 
 
@@ -84,8 +83,18 @@ def warmed(stage: Stage, sender: Worker) -> tuple[Worker, Survey]:
     """A receiver that has received before, and what it holds then."""
     receiver = stage.worker(1)
     right(stage, receiver.load(PATIENT), "peer")
-    receiver.ask("close")
-    return receiver, receiver.survey()
+    return receiver, at_rest(receiver)
+
+
+def at_rest(worker: Worker) -> Survey:
+    """What a worker holds that is closed, when what ends by itself has ended."""
+    worker.ask("close")
+    for _ in range(200):
+        now = worker.survey()
+        if now.threads == ("MainThread",):
+            return now
+        time.sleep(0.05)
+    raise AssertionError(now.threads)
 
 
 def right(stage: Stage, outcome: Outcome, *routes: str) -> None:
@@ -101,7 +110,7 @@ def nothing_left(worker: Worker, before: Survey) -> None:
         now = worker.survey()
         gone = len(now.files) <= len(before.files) and now.tasks <= before.tasks
         memory = now.gpu <= before.gpu and now.opened == before.opened
-        if gone and memory and now.threads == before.threads:
+        if gone and memory and now.threads == before.threads == ("MainThread",):
             return
         time.sleep(0.05)
     more = sorted(set(now.files) - set(before.files))
@@ -232,7 +241,7 @@ def test_memory_that_cannot_be_given(
     allocator = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
     both = {"WARMCAST_TRANSPORTS": "ipc" if transport == "ipc" else "ipc,nccl"}
     where = {"TEST_DEVICE": "cuda:0"}
-    scene.worker(env={**both, **where, **allocator}).serve()
+    scene.worker(env={**both, **where, **allocator}, fresh=True).serve()
     there = {"TEST_DEVICE": "cuda:1"} if transport == "nccl" else where
     outcome = scene.worker(env={**both, **there}).load(PATIENT)
     right(stage, outcome, "origin" if transport == "ipc" else "peer")
@@ -249,8 +258,7 @@ def test_a_sender_that_is_not_reached(stage: Stage, scene: Scene, transport: str
     outcome = receiver.load(PATIENT)
     right(stage, outcome, "origin" if transport == "ipc" else "peer")
     assert "the sender's socket in this network namespace" in outcome.tree
-    receiver.ask("close")
-    before = receiver.survey()
+    before = at_rest(receiver)
     right(stage, receiver.load(PATIENT), "peer")
     receiver.ask("close")
     nothing_left(receiver, before)
@@ -265,8 +273,7 @@ def test_expandable_segments(stage: Stage, scene: Scene, transport: str) -> None
     device = "cuda:1" if transport == "nccl" else "cuda:0"
     receiver = scene.worker(env={**env, "TEST_DEVICE": device})
     right(stage, receiver.load(PATIENT), "peer")
-    receiver.ask("close")
-    before = receiver.survey()
+    before = at_rest(receiver)
     right(stage, receiver.load(PATIENT), "peer")
     receiver.ask("close")
     nothing_left(receiver, before)

@@ -93,6 +93,11 @@ class _Builder(TorchDispatchMode):
         self._meta: dict[int, _Filling] = {}  # by the meta parameter's storage
         self._moved: WeakIdKeyDictionary = WeakIdKeyDictionary()  # the real one's filling
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Torch would import its compiler, a second and more at boot, only to tell it to look away.
+        return False
+
     def registered(self, module: nn.Module, name: str) -> None:
         """Send a parameter that was just registered to meta, unless it holds data."""
         parameter = module._parameters[name]

@@ -33,23 +33,34 @@ PROMPT = 15.0
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.loader.faults.preload", "tests.loader.faults.worker"])
+_fresh = multiprocessing.get_context("spawn")
 
 
 class Worker:
     """A worker process, and the pipes by which it is told what to do."""
 
     def __init__(
-        self, origin: str, registry: str | None, folder: Path, env: Mapping[str, str]
+        self,
+        origin: str,
+        registry: str | None,
+        folder: Path,
+        env: Mapping[str, str],
+        *,
+        fresh: bool = False,
     ) -> None:
-        self._orders, orders = _context.Pipe()
-        self._moments, moments = _context.Pipe()
+        context = _fresh if fresh else _context
+        self._orders, orders = context.Pipe()
+        self._moments, moments = context.Pipe()
         self.folder = folder
-        self._process = _context.Process(
+        self._process = context.Process(
             target=main,
             args=(orders, moments, origin, registry, str(folder), dict(env)),
             daemon=True,
         )
-        self._process.start()
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in env.items() if fresh else ():
+                patch.setenv(name, value)
+            self._process.start()
         orders.close()
         moments.close()
         self._answer("start", PROMPT)
@@ -156,12 +167,18 @@ class Scene:
         registry: str | None = None,
         origin: str | None = None,
         env: Mapping[str, str] | None = None,
+        *,
+        fresh: bool = False,
     ) -> Worker:
-        """A worker that has loaded nothing."""
+        """A worker that has loaded nothing; ``fresh`` if torch must see ``env`` when imported."""
         folder = self._folder / uuid4().hex
         folder.mkdir()
         worker = Worker(
-            origin or self.origin.as_uri(), registry or self.registry.url, folder, env or {}
+            origin or self.origin.as_uri(),
+            registry or self.registry.url,
+            folder,
+            env or {},
+            fresh=fresh,
         )
         self._workers.append(worker)
         return worker

@@ -12,6 +12,7 @@ nothing else of it is touched.
                 sending      one piece is sent, the next is not
     receiver    found        a sender is known, it is not yet asked
                 begun        the confirmation is given, the transfer has not begun
+                following    connected to the one before in a chain, nothing has come
                 verifying    everything has come, nothing is verified
                 agreed       the answer is there, the confirmation is not yet given
                 receiving    one piece is received, the next is not
@@ -282,14 +283,17 @@ def _counted(name: str) -> None:
 
 
 def _on_a_gpu(halts: _Moments, device: str) -> None:
-    """Moments of the transports between GPUs, and chunks so short that there are several."""
+    """Moments of the transports between GPUs, and chunks so short that there are many: of those
+    under way at a time all may have come at the first look.
+    """
     torch.cuda.set_device(device)
     torch.zeros(1, device=device)
-    ipc.CHUNK = 4 << 20
+    ipc.CHUNK = 1 << 20
     _count_opened()
     halts.before(ipc._Pull, "run", "creating", lambda *args: True)
     halts.before(ipc, "_give", "creating", lambda *args: True)
     halts.after(ipc._Pull, "_settle", "receiving", lambda moved: moved)
+    halts.after(ipc._Pull, "_neighbour", "following", lambda giver: giver is not None)
     halts.after(ipc._Giving, "_next", "sending", lambda message: message.kind == "have")
     halts.before(Communicator, "create", "creating", lambda *args: True)
     for moment in ("receiving", "sending"):  # a process does one of them

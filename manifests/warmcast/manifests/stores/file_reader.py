@@ -54,7 +54,8 @@ class FileReader:
         """
         view = buffer.cast("B")
         done = 0
-        if self._flags:  # without them this would be a read of all, by the one way
+        # Without the flag this waits for all of it: well where it has been asked for, or is memory.
+        if self._flags or offset + len(view) <= self._ahead:
             with contextlib.suppress(OSError):  # what is the matter with it is found out below
                 # Mostly all of it is in the cache. Threads that stream come here tens of thousands
                 # of times a second.
