@@ -26,6 +26,13 @@ def test_each_loader_from_each_place():
         assert case["checked"], case
         assert case["seconds"] > 0
         assert case["bytes"] == shapes(30_000_000, scale=256)[0].nbytes
+    found = result["progressive"]
+    assert found["checked"]
+    assert found["ratio"] == pytest.approx(
+        found["first_output_seconds"] / max(found["load_seconds"], found["compute_seconds"]),
+        rel=0.05,
+    )
+    assert 0 < found["first_layer"] <= 1
     if "disk_read_GBps" in result["limits"]:
         limit = result["limits"]["disk_read_GBps"]
         case = cases["warmcast", "cold"]
@@ -66,6 +73,7 @@ def test_the_checkpoint_is_a_deployment(tmp_path):
         (("--gb", "-1"), "--gb"),
         (("--deadline", "0"), "--deadline"),
         (("--device", "tpu"), "--device"),
+        (("--where", "warm,tape"), "--where"),
         (("--json", "/no/such/folder/x.json"), "no folder"),
         (("--device", "cpu", "--gb", "10000000"), "free"),
     ],

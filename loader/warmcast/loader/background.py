@@ -46,7 +46,7 @@ class Background:
     ) -> None:
         self._names = [placement.truth.name for placement in targets.plan.placements]
         self._order = known_order(origin, manifest, self._names, deadline)
-        self._gate = Gate(len(self._names), deadline)
+        self._gate = Gate([p.truth.nbytes for p in targets.plan.placements], deadline)
         self._guard = Guard(model, roots, targets.sites(), self._gate)
         self._work: Callable[[], Verified] | None = partial(
             self._bring, origin, staging, manifest, targets, deadline
@@ -60,6 +60,11 @@ class Background:
     def start(self) -> None:
         """Begin."""
         self._thread.start()
+
+    @property
+    def arrived(self) -> int:
+        """Bytes of tensors that are there."""
+        return self._gate.arrived
 
     def wait_for_the_first_layer(self) -> str:
         """Return when the weights that come first are there; what they are."""

@@ -243,6 +243,13 @@ class Loader:
             self._loaded[model] = (loaded, wanted, leases)
         return loaded.report
 
+    def arrived(self, model: nn.Module) -> int:
+        """Bytes of a model's weights that are there; all of them but for a progressive load."""
+        if model not in self._loaded:
+            raise UsageError("loader", expected="a model that this loader has loaded")
+        loaded = self._loaded[model][0]
+        return loaded.background.arrived if loaded.background is not None else loaded.report.bytes
+
     def _give_up(self, model: nn.Module) -> None:
         """End a progressive load that still goes on; the model is to be loaded anew."""
         entry = self._loaded.pop(model, None)

@@ -27,11 +27,16 @@ _LATE = 1.0
 
 
 class Gate:
-    """Which of a load's tensors are there. Opened by those who stream, waited at by the model."""
+    """Which of a load's tensors are there. Opened by those who stream, waited at by the model.
 
-    def __init__(self, count: int, deadline: Deadline) -> None:
+    ``sizes`` are the tensors' lengths in bytes; ``arrived`` counts those of tensors that are there.
+    """
+
+    def __init__(self, sizes: Sequence[int], deadline: Deadline) -> None:
+        self.arrived = 0
+        self._sizes = sizes
         self._deadline = deadline
-        self._there = [False] * count
+        self._there = [False] * len(sizes)
         self._changed = threading.Condition()
         self._over = False
         self._error: WarmcastError | None = None
@@ -45,6 +50,7 @@ class Gate:
         """The bytes of a tensor are there."""
         with self._changed:
             self._there[number] = True
+            self.arrived += self._sizes[number]
             self._changed.notify_all()
 
     def fail(self, error: WarmcastError) -> None:

@@ -98,6 +98,9 @@ def stream(
     gigabytes: Annotated[
         float | None, typer.Option("--gb", help="Size of the checkpoint. 12 to a GPU, else 1.8.")
     ] = None,
+    where: Annotated[
+        str, typer.Option(help="Places to load from, one after another.")
+    ] = "tmpfs,warm,cold",
     deadline: Annotated[
         float, typer.Option(help="Seconds after which the benchmark gives up.")
     ] = DEADLINE,
@@ -112,12 +115,15 @@ def stream(
 
     from warmcast.flows.cli import ended_by_sigterm
     from warmcast.infra.bench import record
-    from warmcast.infra.bench.stream import run
+    from warmcast.infra.bench.stream import PLACES, run
     from warmcast.infra.bench.verify import pick_device
 
+    places = [name.strip() for name in where.split(",")]
+    if not set(places) <= set(PLACES):
+        raise UsageError("--where", expected=f"names of {', '.join(PLACES)}", found=repr(where))
     record.check_destination(json_file)
     with ended_by_sigterm():
-        result = run(pick_device(device), gigabytes, Deadline.after(deadline))
+        result = run(pick_device(device), gigabytes, Deadline.after(deadline), where=places)
     result.print()
     if json_file is not None:
         record.write(result.record(), json_file)

@@ -2,7 +2,8 @@
 
 A checkpoint of random bytes is written, and loaded from memory (tmpfs), from the page cache
 (``warm``) and from the disk (``cold``), by this loader and by every public one that is installed,
-each in a process of its own, twice. The bytes of each are checked; wrong ones are no figure.
+each in a process of its own, several times. The bytes of each are checked; wrong ones are no
+figure. And a transformer is run while it is loaded, beside a load and a forward after each other.
 """
 
 from __future__ import annotations
@@ -24,18 +25,22 @@ from warmcast.infra.bench import record
 from warmcast.infra.bench.stream import limits
 from warmcast.infra.bench.stream.checkpoint import Checkpoint, make
 from warmcast.infra.bench.stream.child import LOADERS
+from warmcast.infra.bench.stream.decoder import sizes
 from warmcast.infra.bench.wire.models import Shape, shapes
 from warmcast.infra.demo.channel import Child
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import UsageError
 
 GB = 1e9
+PLACES = ("tmpfs", "warm", "cold")
 _MEMORY = Path("/dev/shm")  # noqa: S108
+_TOKENS = {"cuda": 8192, "cpu": 16}
+"""Of the prompt that a progressive load is measured with: about as long to compute as to load."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A loader, from a place: the second load of a process, and the first beside it."""
+    """A loader, from a place: the best of a process's later loads, and its first beside it."""
 
     loader: str
     where: str
@@ -49,6 +54,22 @@ class Case:
     host_memory: int
 
 
+@dataclass(frozen=True, slots=True)
+class Progressive:
+    """A forward while the weights come. ``ratio`` is of ``first_output_seconds`` to the longer of
+    load and compute; ``first_layer`` is the part of the bytes there when the first layer ran.
+    """
+
+    where: str
+    bytes: int
+    load_seconds: float
+    compute_seconds: float
+    first_output_seconds: float
+    ratio: float
+    first_layer: float
+    checked: bool
+
+
 @dataclass(slots=True)
 class Result:
     """The figures of one run."""
@@ -57,6 +78,7 @@ class Result:
     limits: dict[str, float]
     disk: dict[str, float]
     cases: list[Case] = field(default_factory=list)
+    progressive: Progressive | None = None
 
     def record(self) -> dict[str, Any]:
         """As JSON."""
@@ -65,6 +87,7 @@ class Result:
             "limits": self.limits,
             "disk_reads_GBps": self.disk,
             "cases": [asdict(case) for case in self.cases],
+            "progressive": asdict(self.progressive) if self.progressive is not None else None,
         }
 
     def print(self) -> None:
@@ -96,15 +119,32 @@ class Result:
             for case in self.cases
         ]
         record.print_table(columns, rows, words=2)
+        if (found := self.progressive) is not None:
+            print(
+                f"Progressive, {found.bytes / GB:.2f} GB from {found.where}: first output after "
+                f"{found.first_output_seconds:.3f} s, "
+                f"{found.ratio:.2f} of the longer of load ({found.load_seconds:.3f} s) and compute "
+                f"({found.compute_seconds:.3f} s); first layer with "
+                f"{100 * found.first_layer:.1f}% of the bytes there; outputs "
+                f"{'the same' if found.checked else 'DIFFER'}"
+            )
         slowest = min(self.limits, key=lambda name: self.limits[name], default=None)
         if slowest is not None:
             print(f"The slowest part here: {slowest.removesuffix('_GBps').replace('_', ' ')}")
 
 
 def run(
-    device: torch.device, gigabytes: float | None, deadline: Deadline, *, scale: int = 1
+    device: torch.device,
+    gigabytes: float | None,
+    deadline: Deadline,
+    *,
+    where: Sequence[str] = PLACES,
+    scale: int = 1,
 ) -> Result:
-    """Measure loads to ``device``. Raises :class:`UsageError` where there is no room for them."""
+    """Measure loads to ``device``, from some of :data:`PLACES`.
+
+    Raises :class:`UsageError` where there is no room for them.
+    """
     wanted = gigabytes if gigabytes is not None else (12.0 if device.type == "cuda" else 1.8)
     shape = shapes(int(wanted * GB), scale=scale)[0]
     with ExitStack() as stack:
@@ -112,22 +152,25 @@ def run(
         folder = disk.part()
         _need(folder, shape)
         checkpoint = make(folder, shape, deadline)
-        reads = {
-            way: round(rate / GB, 2) for way, rate in limits.disk_reads(checkpoint.files).items()
-        }
-        result = Result(str(device), {}, reads)
+        result = Result(str(device), {}, {})
         if device.type == "cuda":
             result.limits["pinned_copy_GBps"] = round(limits.pinned_copy(device) / GB, 2)
-        if reads:
-            result.limits["disk_read_GBps"] = max(reads.values())
+        if "cold" in where:
+            reads = limits.disk_reads(checkpoint.files)
+            result.disk = {way: round(rate / GB, 2) for way, rate in reads.items()}
+        if result.disk:
+            result.limits["disk_read_GBps"] = max(result.disk.values())
         places = {"warm": checkpoint, "cold": checkpoint}
-        if _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > 1.1 * shape.nbytes:
+        if _room_in_memory(shape) and "tmpfs" in where:
             memory = stack.enter_context(WorkFolder(_MEMORY)).part()
             places = {"tmpfs": make(memory, shape, deadline), **places}
-        for where, source in places.items():
+        for place in where:
             for name in LOADERS:
-                if name == "warmcast" or importlib.util.find_spec(name) is not None:
-                    result.cases += _case(name, where, source, shape, result, disk.part(), deadline)
+                if place in places and (name == "warmcast" or importlib.util.find_spec(name)):
+                    result.cases += _case(
+                        name, place, places[place], shape, result, disk.part(), deadline
+                    )
+    result.progressive = _progressive(device, int(wanted * GB), scale, deadline)
     return result
 
 
@@ -155,7 +198,7 @@ def _case(
     with Child(f"{name}, {where}", module, [json.dumps(told)], _environment(), folder) as child:
         answer = child.answer(deadline)
         child.end()
-    first, second = answer["seconds"]
+    first, second = answer["seconds"][0], min(answer["seconds"][1:])
     limit = result.limits.get("disk_read_GBps" if where == "cold" else "pinned_copy_GBps")
     rate = shape.nbytes / second / GB
     yield Case(
@@ -170,6 +213,42 @@ def _case(
         round(answer["cpu"] / shape.nbytes * GB, 3),
         answer["memory"],
     )
+
+
+def _progressive(device: torch.device, nbytes: int, scale: int, deadline: Deadline) -> Progressive:
+    widths = sizes(min(scale, 64))
+    shape = widths.shape(nbytes)
+    in_memory = _room_in_memory(shape)
+    with WorkFolder(_MEMORY if in_memory else None) as files, WorkFolder() as logs:
+        checkpoint = make(files.part(), shape, deadline)
+        told = {
+            "device": str(device),
+            "origin": checkpoint.origin,
+            "ref": shape.ref,
+            "sizes": asdict(widths),
+            "layers": shape.layers,
+            "tokens": _TOKENS[device.type],
+        }
+        module = "warmcast.infra.bench.stream.progressive"
+        given = [json.dumps(told)]
+        with Child("progressive", module, given, _environment(), logs.part()) as child:
+            answer = child.answer(deadline)
+            child.end()
+    longer = max(answer["load"], answer["compute"])
+    return Progressive(
+        "tmpfs" if in_memory else "warm",
+        shape.nbytes,
+        round(answer["load"], 4),
+        round(answer["compute"], 4),
+        round(answer["first_output"], 4),
+        round(answer["first_output"] / longer, 3),
+        round(answer["first_layer"], 4),
+        answer["same"],
+    )
+
+
+def _room_in_memory(shape: Shape) -> bool:
+    return _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > 1.1 * shape.nbytes
 
 
 def _warm(files: Sequence[Path]) -> None:

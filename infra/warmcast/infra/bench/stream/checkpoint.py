@@ -45,9 +45,10 @@ class Checkpoint:
 def make(folder: Path, shape: Shape, deadline: Deadline) -> Checkpoint:
     """Write a file a layer below ``folder``, and deploy them there."""
     root = folder / "origin"
-    unit = torch.empty(shape.layer_nbytes, dtype=torch.uint8).random_(
-        generator=torch.Generator().manual_seed(1)
-    )
+    # Small values, for a model that is run with them.
+    values = torch.empty(shape.layer_nbytes // 2, dtype=torch.bfloat16)
+    values.uniform_(-0.03, 0.03, generator=torch.Generator().manual_seed(1))
+    unit = values.view(torch.uint8)
     with ThreadPoolExecutor(_THREADS) as pool:
         made = list(
             pool.map(lambda layer: _file(folder, root, shape, layer, unit), range(shape.layers))
