@@ -41,15 +41,15 @@ class Stage:
 
     def __init__(self, scene: Scene, transport: str) -> None:
         self.scene = scene
-        self._transport = transport
+        self.transport = transport
         self._proxies: dict[int, Proxy] = {}
 
     def worker(self, place: int) -> Worker:
         """A worker that has used its GPU and its transport before."""
-        device = f"cuda:{place if self._transport == 'nccl' else 0}"
+        device = f"cuda:{place if self.transport == 'nccl' else 0}"
         proxy = Proxy(self.scene.registry.port)
         proxy.__enter__()
-        env = {"TEST_DEVICE": device, "WARMCAST_TRANSPORTS": self._transport}
+        env = {"TEST_DEVICE": device, "WARMCAST_TRANSPORTS": self.transport}
         worker = self.scene.worker(registry=proxy.url, env=env)
         self._proxies[worker.pid] = proxy
         return worker
@@ -72,9 +72,10 @@ def stage(scene: Scene, transport: str) -> Iterator[Stage]:
 
 
 def serving(stage: Stage) -> tuple[Worker, Survey]:
-    """A sender, and what it held before it was one."""
-    sender = stage.worker(0)
-    right(stage, sender.load(PATIENT), "origin")
+    """A sender, and what it held when it had been one before."""
+    sender = stage.worker(0).serve()
+    right(stage, stage.worker(1).load(PATIENT), "peer")
+    sender.ask("served")
     before = at_rest(sender)
     return sender.serve(), before
 
@@ -102,26 +103,31 @@ def right(stage: Stage, outcome: Outcome, *routes: str) -> None:
     assert outcome.route in (routes or ("peer", "origin")), outcome.tree
 
 
-def nothing_left(worker: Worker, before: Survey) -> None:
+def nothing_left(worker: Worker, before: Survey, kept: int = 0) -> None:
     """What a worker holds is what it held, or soon is: CUDA's and NCCL's threads end by themselves,
-    and nothing tells when.
+    and nothing tells when. ``kept``: files that NCCL keeps, see :func:`kept_by_nccl`.
     """
     for _ in range(200):
         now = worker.survey()
-        gone = len(now.files) <= len(before.files) and now.tasks <= before.tasks
+        gone = len(now.files) <= len(before.files) + kept and now.tasks <= before.tasks
         memory = now.gpu <= before.gpu and now.opened == before.opened
         if gone and memory and now.threads == before.threads == ("MainThread",):
             return
         time.sleep(0.05)
-    more = sorted(set(now.files) - set(before.files))
+    more = {name: now.sockets.get(name, "") for name in set(now.files) - set(before.files)}
     memory = (before.gpu, now.gpu, before.opened, now.opened)
     raise AssertionError((before.threads, now.threads, before.tasks, now.tasks, more, memory))
 
 
-def loads_again(stage: Stage, worker: Worker, before: Survey) -> None:
+def kept_by_nccl(stage: Stage, moment: str) -> int:
+    """Files that NCCL (2.28) never closes of a communicator whose ranks had not met."""
+    return 3 if stage.transport == "nccl" and moment == "creating" else 0
+
+
+def loads_again(stage: Stage, worker: Worker, before: Survey, kept: int = 0) -> None:
     right(stage, worker.load(PATIENT))
     worker.ask("close")
-    nothing_left(worker, before)
+    nothing_left(worker, before, kept)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -136,7 +142,7 @@ def test_sender(stage: Stage, moment: str, fault: str) -> None:
     if fault == "partition":
         sender.go_on()
     right(stage, receiver.end())
-    loads_again(stage, receiver, before)
+    loads_again(stage, receiver, before, kept_by_nccl(stage, moment))
     if fault == "stop":
         sender.signal(signal.SIGCONT)
         sender.go_on()
@@ -170,7 +176,7 @@ def test_receiver(stage: Stage, moment: str, fault: str) -> None:
     if fault == "partition":
         receiver.go_on()
         right(stage, receiver.end())
-        loads_again(stage, receiver, held)
+        loads_again(stage, receiver, held, kept_by_nccl(stage, moment))
     # The sender serves the next one, who comes to the lost one's GPU.
     right(stage, stage.worker(1).load(PATIENT), "peer")
     sender.ask("served", within=PATIENT)
@@ -189,7 +195,7 @@ def test_registry(stage: Stage, moment: str, fault: str) -> None:
     getattr(stage.scene.registry, fault)()
     receiver.go_on()
     right(stage, receiver.end())
-    loads_again(stage, receiver, before)
+    loads_again(stage, receiver, before, kept_by_nccl(stage, moment))
     assert sender.ask("weights") == stage.scene.weights
 
 
@@ -204,7 +210,7 @@ def test_registry_lost_to_a_sender(stage: Stage, moment: str, fault: str) -> Non
     getattr(stage.scene.registry, fault)()
     sender.go_on()
     right(stage, receiver.end())
-    loads_again(stage, receiver, held)
+    loads_again(stage, receiver, held, kept_by_nccl(stage, moment))
     assert sender.ask("weights") == stage.scene.weights
     sender.ask("served", within=PATIENT)
     sender.ask("close", within=PATIENT)

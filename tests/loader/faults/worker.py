@@ -32,7 +32,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,8 @@ class Outcome:
 @dataclass(frozen=True, slots=True)
 class Survey:
     """What a process holds: Python's threads, all threads, open files, resident bytes, bytes of a
-    GPU's memory, and blocks of other processes' GPU memory that are open.
+    GPU's memory, and blocks of other processes' GPU memory that are open. ``sockets`` tells of the
+    TCP ones among the files where they lead.
     """
 
     threads: tuple[str, ...]
@@ -105,6 +106,7 @@ class Survey:
     resident: int
     gpu: int = 0
     opened: int = 0
+    sockets: Mapping[str, str] = field(default_factory=dict)
 
 
 class _Worker:
@@ -185,7 +187,8 @@ class _Worker:
             torch.cuda.empty_cache()
             gpu = torch.cuda.memory_allocated()
         size = resident * os.sysconf("SC_PAGE_SIZE")
-        return Survey(threads, tasks, tuple(sorted(files)), size, gpu, sum(_opened.values()))
+        listed = tuple(sorted(files))
+        return Survey(threads, tasks, listed, size, gpu, sum(_opened.values()), _sockets())
 
     def refuse(self) -> None:
         """Have nobody listen where the next connection to a giver goes."""
@@ -250,6 +253,16 @@ class _Moments:
             return original(transport, replace(transfer, alive=alive), *rest)
 
         setattr(owner, name, wrapped)
+
+
+def _sockets() -> dict[str, str]:
+    found = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            _, here, there, state, *rest = line.split()
+            ports = [int(address.rpartition(":")[2], 16) for address in (here, there)]
+            found[f"socket:[{rest[5]}]"] = f"{table} {ports[0]} to {ports[1]}, state {state}"
+    return found
 
 
 _opened: dict[int, int] = {}  # by address, how often another's block is open there

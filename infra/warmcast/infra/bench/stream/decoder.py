@@ -64,7 +64,7 @@ class Decoder(nn.Module):
         """One pass over a prompt."""
         for layer in self.layers:
             x = layer(x)
-        return x  # type: ignore[no-any-return]
+        return x
 
 
 class _Layer(nn.Module):
@@ -77,7 +77,8 @@ class _Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x))
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = x + self.mlp(self.post_attention_layernorm(x))
+        return x
 
 
 class _Attention(nn.Module):
