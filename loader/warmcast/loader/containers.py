@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import mmap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -171,6 +172,9 @@ class Arena:
         """Allocate room on ``device`` for tensors of these lengths in bytes."""
         sizes, places = lay_out(nbytes)
         segments = tuple(torch.empty(size, dtype=torch.uint8, device=device) for size in sizes)
+        if device.type == "cpu":
+            for segment in segments:
+                _ask_for_huge_pages(segment)
         return cls(segments, tuple(places))
 
     def view(
@@ -184,6 +188,23 @@ class Arena:
         # The offset is aligned to more than any element.
         start = offset // dtype.itemsize
         return tensor.set_(whole.untyped_storage(), start, tuple(shape), tuple(stride))
+
+
+_HUGE_PAGE = 2 << 20
+
+
+def _ask_for_huge_pages(memory: Tensor) -> None:
+    """Have the kernel map memory by pages of 2 MiB, where it likes to.
+
+    Filling new memory costs twice the time that reading a cached file does, nearly all of it in
+    faults of 4 KiB.
+    """
+    first = -(-memory.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
+    length = memory.data_ptr() + memory.numel() - first
+    if length >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        madvise = ctypes.CDLL(None).madvise
+        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        madvise(first, length // _HUGE_PAGE * _HUGE_PAGE, mmap.MADV_HUGEPAGE)  # a wish: no errors
 
 
 def lay_out(nbytes: Iterable[int]) -> tuple[list[int], list[tuple[int, int]]]:

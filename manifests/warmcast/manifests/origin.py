@@ -97,6 +97,7 @@ class Origin:
 
     def __init__(self, store: ObjectStore) -> None:
         self.store = store
+        self._resolved: Manifest | None = None
 
     @classmethod
     def open(cls, url: str) -> Origin:
@@ -183,10 +184,18 @@ class Origin:
     def resolve(self, name: str, deadline: Deadline) -> Manifest:
         """The manifest that a ref (``model@name``) or a digest names.
 
-        Raises :class:`NotFound` with the nearest names if there is no such ref.
+        The one that was resolved last is kept: what a digest names does not change. Raises
+        :class:`NotFound` with the nearest names if there is no such ref.
         """
+        manifest = self._resolved
+        digest = self._digest(name, deadline)
+        if manifest is None or manifest.digest != digest:
+            self._resolved = manifest = self.manifest(digest, deadline)
+        return manifest
+
+    def _digest(self, name: str, deadline: Deadline) -> str:
         if _DIGEST.fullmatch(name):
-            return self.manifest(name, deadline)
+            return name
         ref = Ref.parse(name)
         state = self.ref(ref, deadline)
         if state is None:
@@ -196,7 +205,7 @@ class Origin:
                 found=self._nearest(ref, deadline),
                 do="deploy it, or name another",
             )
-        return self.manifest(state.record.manifest, deadline)
+        return state.record.manifest
 
     # Refs
 
