@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from importlib.metadata import EntryPoint
+from urllib.parse import urlsplit
 
 import pytest
 import torch
 
 from warmcast.infra.bench import stream
+from warmcast.infra.bench.stream import http
 from warmcast.infra.bench.stream.checkpoint import make
 from warmcast.infra.bench.wire.models import shapes
+from warmcast.infra.demo.channel import Ended
 from warmcast.loader import Loader
 from warmcast.manifests.command import GROUP, main
 from warmcast.manifests.deadline import Deadline
@@ -21,7 +26,9 @@ CPU = torch.device("cpu")
 def test_each_loader_from_each_place():
     result = stream.run(CPU, 0.03, Deadline.after(100), scale=256).record()
     cases = {(case["loader"], case["where"]): case for case in result["cases"]}
-    assert {("warmcast", "warm"), ("warmcast", "cold"), ("safetensors", "warm")} <= set(cases)
+    assert {place for loader, place in cases if loader == "warmcast"} == set(stream.PLACES)
+    assert ("safetensors", "warm") in cases
+    assert result["skipped"] == {}
     for case in cases.values():
         assert case["checked"], case
         assert case["seconds"] > 0
@@ -37,6 +44,12 @@ def test_each_loader_from_each_place():
         limit = result["limits"]["disk_read_GBps"]
         case = cases["warmcast", "cold"]
         assert case["ratio_to_limit"] == pytest.approx(case["GBps"] / limit, rel=0.05, abs=0.01)
+    assert len(result["http_reads_GBps"]) == 3
+    limit = result["limits"]["http_read_GBps"]
+    assert limit == max(result["http_reads_GBps"].values()) > 0
+    case = cases["warmcast", "http"]
+    assert case["ratio_to_limit"] == pytest.approx(case["GBps"] / limit, rel=0.05, abs=0.01)
+    assert case["cpu_seconds_per_gb"] > 0
 
 
 def test_wrong_bytes_are_seen(tmp_path, monkeypatch):
@@ -50,10 +63,56 @@ def test_wrong_bytes_are_seen(tmp_path, monkeypatch):
     result = stream.Result("cpu", {}, {})
     folder = tmp_path / "child"
     folder.mkdir()
+    source = stream._Source(checkpoint, os.environ)
     case = next(
-        stream._case("safetensors", "warm", checkpoint, shape, result, folder, Deadline.after(60))
+        stream._case("safetensors", "warm", source, shape, result, folder, Deadline.after(60))
     )
     assert not case.checked
+
+
+def test_a_server_ends_with_its_context(tmp_path):
+    """Also where what is done with it fails; what it serves is the deployment."""
+    shape = shapes(1, scale=2048)[0]
+    deadline = Deadline.after(60)
+    checkpoint = make(tmp_path, shape, deadline)
+    folder = tmp_path / "child"
+    folder.mkdir()
+    with (
+        pytest.raises(RuntimeError, match="a loader failed"),
+        http.served(checkpoint, shape.ref, folder, deadline) as server,
+    ):
+        port = urlsplit(server.env["AWS_ENDPOINT_URL"]).port
+        assert all(rate > 0 for rate in server.reads.values())
+        raise RuntimeError("a loader failed")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=5)
+
+
+def test_a_checkpoint_that_cannot_be_served(tmp_path):
+    """The store finds that its bytes are not what the manifest says, and the server ends."""
+    shape = shapes(1, scale=2048)[0]
+    deadline = Deadline.after(60)
+    checkpoint = make(tmp_path, shape, deadline)
+    content = bytearray(checkpoint.files[0].read_bytes())
+    content[-3] ^= 1
+    checkpoint.files[0].write_bytes(content)
+    folder = tmp_path / "child"
+    folder.mkdir()
+    with (
+        pytest.raises(Ended, match="CRC32C"),
+        http.served(checkpoint, shape.ref, folder, deadline),
+    ):
+        pass
+
+
+def test_without_an_object_server(monkeypatch, capsys):
+    """It is said, and everything else is measured."""
+    monkeypatch.setattr(http, "_PACKAGES", ("no-such-package",))
+    result = stream.run(CPU, 0.001, Deadline.after(100), where=["http"], scale=2048)
+    assert result.record()["cases"] == []
+    assert "http_read_GBps" not in result.limits
+    result.print()
+    assert "Not measured: http: the package 'no-such-package'" in capsys.readouterr().out
 
 
 def test_the_checkpoint_is_a_deployment(tmp_path):

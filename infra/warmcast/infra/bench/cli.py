@@ -100,7 +100,7 @@ def stream(
     ] = None,
     where: Annotated[
         str, typer.Option(help="Places to load from, one after another.")
-    ] = "tmpfs,warm,cold",
+    ] = "tmpfs,warm,cold,http",
     deadline: Annotated[
         float, typer.Option(help="Seconds after which the benchmark gives up.")
     ] = DEADLINE,

@@ -1,20 +1,20 @@
 """``warmcast bench stream``: from storage to the device, beside what each part on the way allows.
 
 A checkpoint of random bytes is written, and loaded from memory (tmpfs), from the page cache
-(``warm``) and from the disk (``cold``), by this loader and by every public one that is installed,
-each in a process of its own, several times. The bytes of each are checked; wrong ones are no
+(``warm``), from the disk (``cold``) and from an object server on loopback (``http``), by this
+loader and by every public one that is installed and can read there, each in a process of its own,
+several times. The bytes of each are checked; wrong ones are no
 figure. And a transformer is run while it is loaded, beside a load and a forward after each other.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,9 @@ import torch
 
 from warmcast.flows.workfolder import WorkFolder
 from warmcast.infra.bench import record
-from warmcast.infra.bench.stream import limits
+from warmcast.infra.bench.stream import http, limits
 from warmcast.infra.bench.stream.checkpoint import Checkpoint, make
-from warmcast.infra.bench.stream.child import LOADERS
+from warmcast.infra.bench.stream.child import LOADERS, reads_from
 from warmcast.infra.bench.stream.decoder import sizes
 from warmcast.infra.bench.wire.models import Shape, shapes
 from warmcast.infra.demo.channel import Child
@@ -32,7 +32,10 @@ from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import UsageError
 
 GB = 1e9
-PLACES = ("tmpfs", "warm", "cold")
+PLACES = ("tmpfs", "warm", "cold", "http")
+_LIMITS = {"cold": "disk_read_GBps", "http": "http_read_GBps"}
+"""What binds a load from a place, where it is not the link to the GPU."""
+
 _MEMORY = Path("/dev/shm")  # noqa: S108
 _TOKENS = {"cuda": 8192, "cpu": 16}
 """Of the prompt that a progressive load is measured with: about as long to compute as to load."""
@@ -77,6 +80,9 @@ class Result:
     device: str
     limits: dict[str, float]
     disk: dict[str, float]
+    http: dict[str, float] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    """Places that were not measured, and why."""
     cases: list[Case] = field(default_factory=list)
     progressive: Progressive | None = None
 
@@ -86,6 +92,8 @@ class Result:
             "machine": {**record.machine(), "device": self.device},
             "limits": self.limits,
             "disk_reads_GBps": self.disk,
+            "http_reads_GBps": self.http,
+            "skipped": self.skipped,
             "cases": [asdict(case) for case in self.cases],
             "progressive": asdict(self.progressive) if self.progressive is not None else None,
         }
@@ -119,6 +127,8 @@ class Result:
             for case in self.cases
         ]
         record.print_table(columns, rows, words=2)
+        for place, reason in self.skipped.items():
+            print(f"Not measured: {place}: {reason}")
         if (found := self.progressive) is not None:
             print(
                 f"Progressive, {found.bytes / GB:.2f} GB from {found.where}: first output after "
@@ -131,6 +141,14 @@ class Result:
         slowest = min(self.limits, key=lambda name: self.limits[name], default=None)
         if slowest is not None:
             print(f"The slowest part here: {slowest.removesuffix('_GBps').replace('_', ' ')}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A checkpoint in a place, and the environment of the processes that load it from there."""
+
+    checkpoint: Checkpoint
+    env: Mapping[str, str]
 
 
 def run(
@@ -147,42 +165,75 @@ def run(
     """
     wanted = gigabytes if gigabytes is not None else (12.0 if device.type == "cuda" else 1.8)
     shape = shapes(int(wanted * GB), scale=scale)[0]
-    with ExitStack() as stack:
-        disk = stack.enter_context(WorkFolder())
+    result = Result(str(device), {}, {})
+    if device.type == "cuda":
+        result.limits["pinned_copy_GBps"] = round(limits.pinned_copy(device) / GB, 2)
+    with WorkFolder() as disk:
         folder = disk.part()
-        _need(folder, shape)
+        _need(folder, shape, copies=2 if "http" in where else 1)
         checkpoint = make(folder, shape, deadline)
-        result = Result(str(device), {}, {})
-        if device.type == "cuda":
-            result.limits["pinned_copy_GBps"] = round(limits.pinned_copy(device) / GB, 2)
-        if "cold" in where:
-            reads = limits.disk_reads(checkpoint.files)
-            result.disk = {way: round(rate / GB, 2) for way, rate in reads.items()}
-        if result.disk:
-            result.limits["disk_read_GBps"] = max(result.disk.values())
-        places = {"warm": checkpoint, "cold": checkpoint}
-        if _room_in_memory(shape) and "tmpfs" in where:
-            memory = stack.enter_context(WorkFolder(_MEMORY)).part()
-            places = {"tmpfs": make(memory, shape, deadline), **places}
         for place in where:
-            for name in LOADERS:
-                if place in places and (name == "warmcast" or importlib.util.find_spec(name)):
-                    result.cases += _case(
-                        name, place, places[place], shape, result, disk.part(), deadline
-                    )
+            with ExitStack() as stack:
+                source = _source(stack, place, checkpoint, shape, result, disk, deadline)
+                if source is None:
+                    continue
+                for name in LOADERS:
+                    if place in reads_from(name):
+                        result.cases += _case(
+                            name, place, source, shape, result, disk.part(), deadline
+                        )
     result.progressive = _progressive(device, int(wanted * GB), scale, deadline)
     return result
+
+
+def _source(
+    stack: ExitStack,
+    where: str,
+    checkpoint: Checkpoint,
+    shape: Shape,
+    result: Result,
+    disk: WorkFolder,
+    deadline: Deadline,
+) -> _Source | None:
+    """The checkpoint in a place, until ``stack`` ends, and the place's limit in ``result``.
+
+    None, and the reason in ``result``, where this machine has no such place.
+    """
+    if where == "http":
+        if (package := http.lacking()) is not None:
+            result.skipped[where] = f"the package {package!r} is not installed"
+            return None
+        server = stack.enter_context(http.served(checkpoint, shape.ref, disk.part(), deadline))
+        result.http = _rates(server.reads)
+        result.limits["http_read_GBps"] = max(result.http.values())
+        return _Source(replace(checkpoint, origin=server.origin), server.env)
+    if where == "tmpfs":
+        if not _room_in_memory(shape):
+            result.skipped[where] = f"no room in {_MEMORY}"
+            return None
+        memory = stack.enter_context(WorkFolder(_MEMORY)).part()
+        checkpoint = make(memory, shape, deadline)
+    elif where == "cold":
+        result.disk = _rates(limits.disk_reads(checkpoint.files))
+        if result.disk:
+            result.limits["disk_read_GBps"] = max(result.disk.values())
+    return _Source(checkpoint, _environment())
+
+
+def _rates(found: Mapping[str, float]) -> dict[str, float]:
+    return {way: round(rate / GB, 2) for way, rate in found.items()}
 
 
 def _case(
     name: str,
     where: str,
-    checkpoint: Checkpoint,
+    source: _Source,
     shape: Shape,
     result: Result,
     folder: Path,
     deadline: Deadline,
 ) -> Iterator[Case]:
+    checkpoint = source.checkpoint
     told = {
         "loader": name,
         "device": result.device,
@@ -195,11 +246,11 @@ def _case(
     if where == "warm":
         _warm(checkpoint.files)
     module = "warmcast.infra.bench.stream.child"
-    with Child(f"{name}, {where}", module, [json.dumps(told)], _environment(), folder) as child:
+    with Child(f"{name}, {where}", module, [json.dumps(told)], source.env, folder) as child:
         answer = child.answer(deadline)
         child.end()
     first, second = answer["seconds"][0], min(answer["seconds"][1:])
-    limit = result.limits.get("disk_read_GBps" if where == "cold" else "pinned_copy_GBps")
+    limit = result.limits.get(_LIMITS.get(where, "pinned_copy_GBps"))
     rate = shape.nbytes / second / GB
     yield Case(
         name,
@@ -263,12 +314,12 @@ def _environment() -> Mapping[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("WARMCAST_")}
 
 
-def _need(folder: Path, shape: Shape) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < 1.1 * shape.nbytes:
+def _need(folder: Path, shape: Shape, copies: int) -> None:
+    free, needed = shutil.disk_usage(folder).free, 1.1 * copies * shape.nbytes
+    if free < needed:
         raise UsageError(
             f"work folder {folder.parent}",
-            expected=f"{1.1 * shape.nbytes / GB:.1f} GB",
+            expected=f"{needed / GB:.1f} GB",
             found=f"{free / GB:.1f} GB free",
             do="name a smaller model with --gb, or another folder with TMPDIR",
         )

@@ -8,6 +8,7 @@ tensors whose bytes are wrong.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 import time
@@ -137,6 +138,13 @@ LOADERS: Mapping[str, Callable[[Sequence[Path], torch.device, Mapping[str, Any]]
     "runai_model_streamer": _runai,
 }
 """By the name of the module that has to be there."""
+
+
+def reads_from(name: str) -> Sequence[str]:
+    """The places that a loader reads from; none where it is not installed."""
+    if name == "warmcast":
+        return ("tmpfs", "warm", "cold", "http")
+    return ("tmpfs", "warm", "cold") if importlib.util.find_spec(name) is not None else ()
 
 
 def _memory(name: str) -> int:
