@@ -13,7 +13,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help:
 	@echo 'make demo       deploy a real model, boot workers from the origin and from peers'
 	@echo 'make test       all tests that need no GPU'
-	@echo 'make check      lint, format, types, import contracts'
+	@echo 'make check      lint, format, types, import contracts, Kubernetes manifests'
 	@echo 'make test-gpu   tests on the GPUs of this machine, with PYTHON=… that has torch'
 	@echo 'make clean      remove .venv'
 
@@ -28,6 +28,7 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python infra/kubernetes/check.py
 
 # Not in .venv: with the interpreter it is given, which has torch and pytest. Needs no network.
 # Eight at a time where pytest-xdist is there: most of them wait for a fault to be noticed.
