@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from importlib.metadata import EntryPoint
 from urllib.parse import urlsplit
@@ -13,6 +12,7 @@ import torch
 from warmcast.infra.bench import stream
 from warmcast.infra.bench.stream import http
 from warmcast.infra.bench.stream.checkpoint import make
+from warmcast.infra.bench.stream.child import reads_from
 from warmcast.infra.bench.wire.models import shapes
 from warmcast.infra.demo.channel import Ended
 from warmcast.loader import Loader
@@ -63,7 +63,7 @@ def test_wrong_bytes_are_seen(tmp_path, monkeypatch):
     result = stream.Result("cpu", {}, {})
     folder = tmp_path / "child"
     folder.mkdir()
-    source = stream._Source(checkpoint, os.environ)
+    source = stream._Source.on_disk(checkpoint)
     case = next(
         stream._case("safetensors", "warm", source, shape, result, folder, Deadline.after(60))
     )
@@ -103,6 +103,12 @@ def test_a_checkpoint_that_cannot_be_served(tmp_path):
         http.served(checkpoint, shape.ref, folder, deadline),
     ):
         pass
+
+
+def test_who_reads_where():
+    assert reads_from("warmcast") == stream.PLACES
+    assert reads_from("safetensors") == ("tmpfs", "warm", "cold"), "it cannot read from a server"
+    assert reads_from("no_such_loader") == ()
 
 
 def test_without_an_object_server(monkeypatch, capsys):

