@@ -6,6 +6,7 @@ deadline, and neither threads nor host memory stay behind.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 
@@ -18,10 +19,12 @@ from tests.manifests.s3_proxy import (
     Fault,
     Proxy,
     cut,
+    drip,
     error,
     flipped_answer,
     lost,
     refused,
+    silence,
     stall,
     with_answer,
     without,
@@ -82,14 +85,55 @@ def nothing_goes_on() -> None:
     assert not [t for t in threading.enumerate() if t.name.startswith("warmcast-stream")]
 
 
+def shorter(nbytes: int) -> Fault:
+    """The server is asked for so many bytes less, and says truly what it answers."""
+
+    def fault(exchange: Exchange) -> None:
+        def less(match: re.Match[bytes]) -> bytes:
+            return b"%s%d" % (match[1], int(match[2]) - nbytes)
+
+        asked = re.sub(rb"(range: bytes=\d+-)(\d+)", less, exchange.request, flags=re.IGNORECASE)
+        assert asked != exchange.request
+        exchange.client.sendall(exchange.forward(asked))
+
+    return fault
+
+
+def truncated(nbytes: int) -> Fault:
+    """The body has so many bytes less than the range that the answer's head promises."""
+
+    def fault(exchange: Exchange) -> None:
+        head, end, body = exchange.forward(exchange.request).partition(b"\r\n\r\n")
+        length = b"Content-Length: %d" % (len(body) - nbytes)
+        head = re.sub(rb"content-length: \d+", length, head, flags=re.IGNORECASE)
+        exchange.client.sendall(head + end + body[: len(body) - nbytes])
+
+    return fault
+
+
+def endless_drip(exchange: Exchange) -> None:
+    """The body byte by byte for as long as the client listens: never silent, never done."""
+    data = exchange.forward(exchange.request)
+    body = data.index(b"\r\n\r\n") + 4
+    pause = threading.Event()
+    exchange.client.sendall(data[:body])
+    for place in range(body, len(data)):
+        pause.wait(0.05)
+        exchange.client.sendall(data[place : place + 1])  # which fails when the client has gone
+
+
 ONCE: dict[str, tuple[Fault, ...]] = {
     "reset": (cut(300_000, by_reset=True), cut(0, by_reset=True)),
+    "reset in the middle, again and again": (cut(300_000, by_reset=True),) * 6,
     "ended early": (cut(1_000_000, by_reset=False),),
+    "dripping": (drip,),
     "not reached": (refused, lost),
     "500": (error("500 Internal Server Error", "InternalError"),),
     "503, come again": (error("503 Slow Down", "SlowDown", "Retry-After: 0"),) * 2,
     "wrong bytes": (flipped_answer,),
     "200 for 206": (without(b"Range"),) * 2,
+    "a shorter range": (shorter(1000),) * 2,
+    "less than it says": (truncated(1000), truncated(100_000)),
     "another range": (with_answer(rb"content-range: [^\r]*", b"Content-Range: bytes 0-9/99"),),
     "no such object": (error("404 Not Found", "NoSuchKey"),),
 }
@@ -108,7 +152,7 @@ def test_what_passes(suffer: Suffer, proxy: Proxy, loader, weights: torch.Tensor
 def test_silence_is_given_up_for_a_new_connection(
     suffer: Suffer, proxy: Proxy, loader, weights: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ):
-    ref = suffer(stall(0), stall(500_000))
+    ref = suffer(silence, stall(0), stall(500_000))
     monkeypatch.setattr(http, "IDLE", 0.5)
     model = empty()
     loader(registry=None).load(model, ref)
@@ -118,6 +162,7 @@ def test_silence_is_given_up_for_a_new_connection(
 
 STAYS: dict[str, tuple[Fault, type[WarmcastError], str]] = {
     "reset": (cut(0, by_reset=True), StoreUnreachable, r"blobs/sha256/\w\w/\w+.*5 times"),
+    "reset in the middle": (cut(1, by_reset=True), StoreUnreachable, "5 times"),
     "500": (error("500 Internal Server Error", "InternalError"), StoreUnreachable, "500 Internal"),
     "503": (error("503 Slow Down", "SlowDown"), StoreUnreachable, "503 SlowDown, 5 times"),
     "503, come much later": (
@@ -129,6 +174,8 @@ STAYS: dict[str, tuple[Fault, type[WarmcastError], str]] = {
     "404": (error("404 Not Found", "NoSuchKey"), NotFound, r"blobs/sha256/\w\w/\w+"),
     "wrong bytes": (flipped_answer, IntegrityError, r"model\.safetensors at byte \d+ .*twice"),
     "200 for 206": (without(b"Range"), StoreError, "ignores the range"),
+    "a shorter range": (shorter(1000), StoreError, r"bytes at offset \d+.*bytes \d+-\d+/"),
+    "less than any": (truncated(1 << 20), StoreUnreachable, r"bytes.*5 times"),
     "another version": (
         with_answer(rb"etag: [^\r]*", b'ETag: "another"'),
         PreconditionFailed,
@@ -150,10 +197,15 @@ def test_what_stays(suffer: Suffer, loader, fault: str):
     nothing_goes_on()
 
 
-def test_silence_ends_by_the_deadline(suffer: Suffer, loader):
-    ref = suffer(*[stall(1000)] * ALWAYS)
-    with pytest.raises(DeadlineExceeded):
-        loader(registry=None, deadline=2.0).load(empty(), ref)
+@pytest.mark.parametrize("fault", [silence, stall(1000), endless_drip])
+def test_slowness_ends_by_the_deadline(suffer: Suffer, loader, fault: Fault):
+    ref = suffer(*[fault] * ALWAYS)
+    model = empty()
+    before = model.weight
+    with pytest.raises(DeadlineExceeded) as raised:
+        loader(registry=None, deadline=2.0).load(model, ref)
+    assert "\n" not in str(raised.value)
+    assert model.weight is before
     nothing_goes_on()
 
 
@@ -175,6 +227,29 @@ def test_overwritten_while_it_is_read(suffer: Suffer, loader):
         cut(0, by_reset=True)(exchange)
 
     ref = suffer(overwritten)
-    with pytest.raises((PreconditionFailed, IntegrityError), match=r"blobs/sha256|at byte"):
+    with pytest.raises(PreconditionFailed, match="blobs/sha256"):
         loader(registry=None).load(empty(), ref)
     nothing_goes_on()
+
+
+@pytest.mark.parametrize("request_line", ["HEAD {blob}", "GET {ref}", "GET {manifest}"])
+def test_on_the_way_to_the_bytes(
+    proxy: Proxy, publish, loader, weights: torch.Tensor, request_line: str
+):
+    """What passes is passed over before the first range, too."""
+    deployed = publish({"weight": weights})
+    _, _, root = deployed.url.removeprefix("s3://").partition("/")
+    sha256 = deployed.manifest.file[deployed.manifest.tensors[0].file].sha256
+    line = request_line.format(
+        blob=blob_key(sha256),
+        ref="refs/model/test.json",
+        manifest=f"manifests/sha256/{deployed.manifest.digest}.json",
+    )
+    method, key = line.split(" ")
+    bucket = deployed.url.removeprefix("s3://").partition("/")[0]
+    busy = error("503 Slow Down", "SlowDown", "Retry-After: 0")
+    proxy.fail(f"{method} /{bucket}/{root}/{key}".encode(), refused, lost, busy)
+    model = empty()
+    assert loader(registry=None).load(model, deployed.ref).verified
+    assert torch.equal(model.weight, weights)
+    assert not proxy.faults

@@ -12,7 +12,7 @@ from tests.manifests.builders import CREATED_AT, file_entry, tensor_entries
 from warmcast.loader.containers import collect
 from warmcast.loader.errors import SkeletonMismatch
 from warmcast.loader.plan import Plan, Truth, make_plan, plan_changed
-from warmcast.loader.skeleton import skeleton
+from warmcast.loader.skeletons import skeleton
 from warmcast.manifests.identity import Mesh
 from warmcast.manifests.manifest import Manifest, TiedEntry, build_manifest
 

@@ -28,7 +28,7 @@ from warmcast.loader.registry import CALL, Lease, Registry
 from warmcast.loader.report import LoadReport
 from warmcast.loader.routes.peer import PeerRoute
 from warmcast.loader.serve import Sender
-from warmcast.loader.skeleton import skeleton
+from warmcast.loader.skeletons import skeleton
 from warmcast.loader.staging import HOST_MEMORY, Staging
 from warmcast.loader.transports import Endpoint, Transport, transports_for
 from warmcast.loader.transports.nccl_warm import warming
@@ -93,7 +93,7 @@ class Loader:
 
     @contextmanager
     def skeleton(self) -> Iterator[None]:
-        """Build a model without its weights; see :func:`warmcast.loader.skeleton.skeleton`."""
+        """Build a model without its weights; see :func:`warmcast.loader.skeletons.skeleton`."""
         with skeleton():
             yield
 

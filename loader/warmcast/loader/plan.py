@@ -30,7 +30,7 @@ from warmcast.loader.containers import (
 )
 from warmcast.loader.dtypes import safetensors_name, stored_shape, torch_dtype
 from warmcast.loader.errors import SkeletonMismatch
-from warmcast.loader.skeleton import filled_itself
+from warmcast.loader.skeletons import filled_itself
 from warmcast.manifests.canonical import digest
 from warmcast.manifests.identity import Mesh
 from warmcast.manifests.manifest import Manifest, SliceEntry, TensorEntry, TiedEntry

@@ -196,7 +196,7 @@ class Registry:
         """Say, or say again, that a sender is there; whoever waits for one is told."""
         keys = (_key(presence.identity, "senders"), _sender_key(presence))
         text = presence.model_dump_json()
-        if self._script(_ANNOUNCE, keys, (presence.sender, text, _ms(EXPIRY)), deadline):
+        if self.run_script(_ANNOUNCE, keys, (presence.sender, text, _ms(EXPIRY)), deadline):
             self.wake(presence.identity, "sender", deadline)
 
     def withdraw(self, presence: Presence, deadline: Deadline) -> None:
@@ -219,7 +219,7 @@ class Registry:
         A record that is no presence is passed over: it must not hide the senders beside it.
         """
         prefix = _key(identity, "sender:")
-        found = self._script(_SENDERS, (_key(identity, "senders"),), (prefix,), deadline)
+        found = self.run_script(_SENDERS, (_key(identity, "senders"),), (prefix,), deadline)
         senders = []
         for text in found:
             try:
@@ -255,7 +255,7 @@ class Registry:
 
     def wake(self, identity: str, news: str, deadline: Deadline) -> None:
         """Tell whoever waits for an identity that something changed."""
-        self._script(_WAKE, (_key(identity, "waiters"),), (news, _ms(_MAIL)), deadline)
+        self.run_script(_WAKE, (_key(identity, "waiters"),), (news, _ms(_MAIL)), deadline)
 
     # Mailboxes
 
@@ -315,23 +315,24 @@ class Registry:
         """Take the lease of an identity; None if somebody else holds it."""
         token = secrets.token_hex(16)
         keys = (_key(identity, "lease"), _key(identity, "fence"))
-        fence = self._script(_ACQUIRE, keys, (token, _ms(EXPIRY), _ms(_FENCE)), deadline)
+        fence = self.run_script(_ACQUIRE, keys, (token, _ms(EXPIRY), _ms(_FENCE)), deadline)
         return Lease(identity, token, int(fence)) if fence else None
 
     def renew(self, lease: Lease, deadline: Deadline) -> bool:
         """Keep a lease; False if it was lost."""
         keys = (_key(lease.identity, "lease"),)
-        return bool(self._script(_RENEW, keys, (lease.token, _ms(EXPIRY)), deadline))
+        return bool(self.run_script(_RENEW, keys, (lease.token, _ms(EXPIRY)), deadline))
 
     def release(self, lease: Lease, deadline: Deadline) -> None:
         """Give a lease back, and tell whoever waits; nothing happens if it was lost before."""
         keys = (_key(lease.identity, "lease"),)
-        if self._script(_RELEASE, keys, (lease.token,), deadline):
+        if self.run_script(_RELEASE, keys, (lease.token,), deadline):
             self.wake(lease.identity, "lease", deadline)
 
-    def _script(
+    def run_script(
         self, text: str, keys: tuple[str, ...], args: tuple[Any, ...], deadline: Deadline
     ) -> Any:
+        """Run a Lua script; its answer. Raises :class:`RegistryUnavailable`."""
         return self._call(lambda client: client.eval(text, len(keys), *keys, *args), deadline)
 
     def _call(self, call: Any, deadline: Deadline) -> Any:

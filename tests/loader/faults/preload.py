@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from warmcast.loader.skeleton import skeleton
+from warmcast.loader.skeletons import skeleton
 
 torch.set_num_threads(1)  # a pool of threads would not survive the fork
 with skeleton():

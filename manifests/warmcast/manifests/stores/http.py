@@ -130,9 +130,27 @@ class _SecurePool(HTTPSConnectionPool):
 class Http:
     """A pool of connections. Safe between threads."""
 
-    def __init__(self, ca_certs: str | None, connections: int = 64) -> None:
-        """``ca_certs``: the file of certificates to trust; None for the system's."""
+    def __init__(
+        self,
+        ca_certs: str | None,
+        connections: int = 64,
+        *,
+        connect: float = CONNECT,
+        idle: float = IDLE,
+        client: tuple[str, str] | None = None,
+        direct: bool = False,
+    ) -> None:
+        """``ca_certs``: the file of certificates to trust; None for the system's.
+
+        ``client`` is a certificate and its key to show, to servers that the authority vouches for
+        whatever their names; ``direct`` takes no proxy.
+        """
         self._options: dict[str, Any] = {"maxsize": connections, "ca_certs": ca_certs}
+        if client is not None:
+            self._options.update(cert_file=client[0], key_file=client[1], assert_hostname=False)
+        self._connect = connect
+        self._idle = idle
+        self._direct = direct
         self._managers: dict[str | None, urllib3.PoolManager] = {}
         self._lock = threading.Lock()
 
@@ -158,7 +176,7 @@ class Http:
                 headers=dict(headers),
                 body=_chunks(body, deadline, cancelled) if body else None,
                 timeout=urllib3.Timeout(
-                    connect=_seconds(CONNECT, deadline), read=_seconds(IDLE, deadline)
+                    connect=_seconds(self._connect, deadline), read=_seconds(self._idle, deadline)
                 ),
                 retries=False,
                 redirect=False,
@@ -178,7 +196,8 @@ class Http:
 
     def _manager(self, url: str) -> urllib3.PoolManager:
         parts = urlsplit(url)
-        proxy = None if proxy_bypass(parts.hostname or "") else getproxies().get(parts.scheme)
+        direct = self._direct or proxy_bypass(parts.hostname or "")
+        proxy = None if direct else getproxies().get(parts.scheme)
         with self._lock:
             if proxy not in self._managers:
                 manager = (
@@ -192,16 +211,22 @@ class Http:
 
 
 def read_into(
-    response: urllib3.BaseHTTPResponse, view: memoryview, deadline: Deadline, what: str
+    response: urllib3.BaseHTTPResponse,
+    view: memoryview,
+    deadline: Deadline,
+    what: str,
+    *,
+    idle: float = IDLE,
 ) -> Iterator[int]:
     """Fill ``view`` from a response's body; the bytes that came, each time that some have come.
 
-    Raises :class:`Transient` if the connection breaks, or the body ends before ``view`` is full.
+    ``idle``: seconds without progress that are too many. Raises :class:`Transient` if the
+    connection breaks, or the body ends before ``view`` is full.
     """
     done = 0
     while done < len(view):
         with _transient(what):
-            _limit(response, deadline)
+            _limit(response, deadline, idle)
             piece = response.read1(min(_CHUNK, len(view) - done))
         if not piece:
             raise Transient(what, f"{done} of {len(view)} bytes")
@@ -226,7 +251,9 @@ def read_all(
             raise StoreError(what, expected=f"{limit} bytes at most", found="more")
 
 
-def _limit(response: urllib3.BaseHTTPResponse, deadline: Deadline) -> None:
+def _limit(
+    response: urllib3.BaseHTTPResponse, deadline: Deadline, idle: float = IDLE
+) -> None:
     """Let the next bytes take no longer than the deadline allows.
 
     This binds one ``recv``, so bodies are read by ``read1``: ``read`` and ``readinto`` go on until
@@ -234,7 +261,7 @@ def _limit(response: urllib3.BaseHTTPResponse, deadline: Deadline) -> None:
     """
     transport = getattr(response.connection, "transport", None)
     if transport is not None:
-        transport.settimeout(_seconds(IDLE, deadline))
+        transport.settimeout(_seconds(idle, deadline))
 
 
 def _seconds(most: float, deadline: Deadline) -> float:

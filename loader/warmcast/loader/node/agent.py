@@ -1,0 +1,196 @@
+"""The agent: the cache, the node's part of the ring, and what answers for them, in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import ssl
+from collections.abc import Callable
+from contextlib import AsyncExitStack, ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from warmcast.loader.node.cache import Cache
+from warmcast.loader.node.catalogue import Catalogue
+from warmcast.loader.node.fill import Filler
+from warmcast.loader.node.membership import Membership
+from warmcast.loader.node.metrics import Metrics
+from warmcast.loader.node.peers import Certificates, Peers
+from warmcast.loader.node.server import Server
+from warmcast.loader.node.tokens import Fleet
+from warmcast.loader.registry import Registry
+from warmcast.manifests.errors import UsageError
+from warmcast.manifests.origin import Origin
+
+log = logging.getLogger("warmcast")
+
+MEMORY = 128 << 20
+"""Bytes of chunks under way."""
+
+_PARTING = 10.0
+"""Seconds that uploads have to end when the agent does."""
+
+_LOOK = 5.0
+"""Seconds between looks at the certificates."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What an agent is told; sizes in bytes, ``background_rate`` in bytes a second (0: no bound).
+
+    ``listen`` is ``host:port``, of which the port may be 0; ``advertise`` is the URL by which other
+    nodes reach it, found out from ``listen`` where it is empty.
+    """
+
+    cache: Path
+    origin: str
+    registry: str | None
+    socket: Path
+    listen: str
+    advertise: str
+    key: Path
+    node: str
+    high: int
+    low: int
+    background_rate: int = 0
+    memory: int = MEMORY
+    certificates: Certificates | None = None
+
+
+def run(settings: Settings, ready: Callable[[str], None] = lambda _: None) -> None:
+    """Be the node's agent until SIGTERM or SIGINT; ``ready`` is told the URL when it answers.
+
+    Raises :class:`UsageError` for settings that do not work.
+    """
+    with ExitStack() as stack:
+        fleet = Fleet.read(settings.key)
+        cache = Cache(
+            settings.cache, settings.high, settings.low, f"{settings.node}, process {os.getpid()},"
+        )
+        stack.callback(cache.close)
+        origin = stack.enter_context(Origin.open(settings.origin))
+        peers = Peers(fleet, settings.certificates)
+        stack.callback(peers.close)
+        registry = None
+        if settings.registry:
+            registry = Registry(settings.registry)
+            stack.callback(registry.close)
+        listener, address = _listen(settings)
+        stack.callback(listener.close)
+        membership = Membership(registry, settings.node, address)
+        metrics = Metrics()
+        filler = Filler(
+            membership,
+            peers,
+            origin,
+            metrics,
+            memory=settings.memory,
+            rate=settings.background_rate,
+        )
+        stack.callback(filler.close)
+        catalogue = Catalogue(settings.cache / "manifests", origin, membership, peers)
+        server = Server(cache, catalogue, filler, membership, fleet, metrics)
+        asyncio.run(_serve(settings, server, membership, listener, address, ready))
+
+
+async def _serve(
+    settings: Settings,
+    server: Server,
+    membership: Membership,
+    listener: socket.socket,
+    address: str,
+    ready: Callable[[str], None],
+) -> None:
+    over = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, over.set)
+    async with AsyncExitStack() as stack:
+        context = None
+        if settings.certificates is not None:
+            context = _context(settings.certificates)
+            watching = asyncio.create_task(_reload(context, settings.certificates))
+            stack.callback(watching.cancel)
+        nodes = await _running(server.for_nodes(), stack)
+        await web.SockSite(nodes, listener, ssl_context=context).start()
+        workers = await _running(server.for_workers(), stack)
+        with suppress(FileNotFoundError):
+            settings.socket.unlink()  # a dead agent's: the cache's lock says that none lives
+        await web.UnixSite(workers, str(settings.socket)).start()
+        stack.callback(settings.socket.unlink, missing_ok=True)
+        await asyncio.to_thread(membership.start)
+        try:
+            log.info("%s answers at %s and %s", settings.node, address, settings.socket)
+            ready(address)
+            await over.wait()
+        finally:
+            await asyncio.to_thread(membership.close)
+        for _ in range(int(_PARTING / 0.1)):
+            if not server.uploads:
+                break
+            await asyncio.sleep(0.1)
+
+
+async def _running(app: web.Application, stack: AsyncExitStack) -> web.AppRunner:
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    stack.push_async_callback(runner.cleanup)
+    return runner
+
+
+def _listen(settings: Settings) -> tuple[socket.socket, str]:
+    host, _, port = settings.listen.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 0xFFFF:
+        raise UsageError("--listen", expected="host:port", found=repr(settings.listen))
+    host = host.strip("[]")
+    try:
+        listener = socket.create_server(
+            (host, int(port)), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+        )
+    except OSError as cause:
+        raise UsageError("--listen", expected="an address to listen on", found=cause) from None
+    scheme = "http" if settings.certificates is None else "https"
+    shown = f"[{host}]" if ":" in host else host
+    address = settings.advertise or f"{scheme}://{shown}:{listener.getsockname()[1]}"
+    if urlsplit(address).scheme != scheme:
+        listener.close()
+        raise UsageError("--advertise", expected=f"a URL of {scheme}://", found=repr(address))
+    return listener, address.rstrip("/")
+
+
+def _context(files: Certificates) -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.verify_mode = ssl.CERT_REQUIRED
+    _load(context, files)
+    return context
+
+
+def _load(context: ssl.SSLContext, files: Certificates) -> None:
+    try:
+        context.load_verify_locations(files.authority)
+        context.load_cert_chain(files.certificate, files.key)
+    except (OSError, ssl.SSLError) as cause:
+        raise UsageError(
+            "certificates",
+            expected=f"PEM files {files.certificate}, {files.key} and {files.authority}",
+            found=cause,
+        ) from None
+
+
+async def _reload(context: ssl.SSLContext, files: Certificates) -> None:
+    """Take the certificates anew when they change: connections from then on have them."""
+    stamp = files.stamp()
+    while True:
+        await asyncio.sleep(_LOOK)
+        try:
+            if (now := files.stamp()) != stamp:
+                _load(context, files)
+                stamp = now
+                log.info("the certificates are taken anew")
+        except (OSError, UsageError) as cause:  # half-written, say: those there are stay
+            log.warning("the certificates that there are stay: %s", cause)

@@ -1,0 +1,344 @@
+"""Filling the cache: each chunk is fetched once at a time, whoever asks for it.
+
+Where a chunk is looked for: on the disk, at the nodes that own it by the ring, in the origin; the
+first that has it ends the search. One that another node asks for is not looked for on the ring
+again: whom they all ask is its owner, and that is how the origin gives it but once.
+
+What workers and other nodes wait for comes first. What is brought in the background waits while
+anybody does, and keeps to a rate.
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+import itertools
+import logging
+import random
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+
+from warmcast.loader.node.cache import Blob, Spec
+from warmcast.loader.node.membership import Membership
+from warmcast.loader.node.metrics import Metrics
+from warmcast.loader.node.peers import NodeBusy, NodeFailed, Peers
+from warmcast.loader.node.ring import Ring
+from warmcast.manifests.checksum import crc32c, to_hex
+from warmcast.manifests.deadline import Deadline
+from warmcast.manifests.errors import IntegrityError, WarmcastError
+from warmcast.manifests.origin import Origin
+from warmcast.manifests.stores import ObjectReader
+
+log = logging.getLogger("warmcast")
+
+OWNERS = 3
+"""Nodes that are asked for a chunk, one after another, before the origin is."""
+
+_PATIENCE = 120.0
+"""Seconds that one chunk may take, from wherever it comes."""
+
+_BUSY = 5.0
+"""Seconds for which a node that is busy is asked again."""
+
+_OPEN = 32
+"""Blobs of the origin that are kept open."""
+
+
+class Wish(enum.IntEnum):
+    """Who wants a chunk; the smaller comes first."""
+
+    WORKER = 0
+    NODE = 1
+    BACKGROUND = 2
+
+
+@dataclass(slots=True)
+class _Job:
+    manifest: str
+    blob: Blob
+    number: int
+    wish: Wish
+    future: Future[str] = field(default_factory=Future)
+    wanted: int = 0
+    begun: bool = False
+    by_ring: bool = False
+
+
+class _Rate:
+    """Bytes a second, on average over a second; 0 for no bound."""
+
+    def __init__(self, rate: int) -> None:
+        self._rate = rate
+        self._next = time.monotonic()
+
+    def pause(self) -> float:
+        """Seconds until more may be moved."""
+        return max(0.0, self._next - time.monotonic()) if self._rate else 0.0
+
+    def moved(self, nbytes: int) -> None:
+        """So many were."""
+        if self._rate:
+            self._next = max(self._next, time.monotonic() - 1.0) + nbytes / self._rate
+
+
+class Filler:
+    """Threads that bring chunks. The owner closes it."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        peers: Peers,
+        origin: Origin,
+        metrics: Metrics,
+        *,
+        memory: int,
+        rate: int = 0,
+    ) -> None:
+        """``memory``: bytes of chunks under way, at most; ``rate``: of the background, a second."""
+        self._membership = membership
+        self._peers = peers
+        self._origin = origin
+        self._metrics = metrics
+        self._memory = memory
+        self._rate = _Rate(rate)
+        self._changed = threading.Condition()
+        self._queue: list[tuple[Wish, int, _Job]] = []
+        self._count = itertools.count()
+        self._jobs: dict[tuple[str, int], _Job] = {}
+        self._waiting = 0  # contexts of foreground()
+        self._under_way = 0  # bytes
+        self._over = False
+        self._readers: OrderedDict[str, ObjectReader] = OrderedDict()
+        self._reading = threading.Lock()
+        self._owners: tuple[Ring | None, dict[str, list[Sequence[str]]]] = (None, {})
+        self._threads = [
+            threading.Thread(target=self._work, name=f"warmcast-fill-{n}", daemon=True)
+            for n in range(_THREADS)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @contextmanager
+    def foreground(self) -> Iterator[None]:
+        """A worker waits while the context is open; nothing is brought in the background."""
+        with self._changed:
+            self._waiting += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._waiting -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def wanted(self, manifest: str, blob: Blob, number: int, wish: Wish) -> Iterator[Future[str]]:
+        """Have a chunk brought; the future tells which tier it came from, or raises.
+
+        Who leaves the context does not want it any more.
+        """
+        with self._changed:
+            key = (blob.spec.sha256, number)
+            job = self._jobs.get(key)
+            if job is None:
+                job = self._jobs[key] = _Job(manifest, blob, number, wish)
+                heapq.heappush(self._queue, (wish, next(self._count), job))
+            elif wish < job.wish and not job.begun:
+                job.wish = wish
+                heapq.heappush(self._queue, (wish, next(self._count), job))
+            job.wanted += 1
+            self._changed.notify()
+        try:
+            yield job.future
+        finally:
+            with self._changed:
+                job.wanted -= 1
+                if not job.wanted and not job.begun:
+                    self._jobs.pop(key, None)
+
+    def asks_the_ring(self, sha256: str, number: int) -> bool:
+        """Whether another node is being asked for a chunk just now."""
+        with self._changed:
+            job = self._jobs.get((sha256, number))
+            return job is not None and job.by_ring
+
+    @property
+    def under_way(self) -> int:
+        """Chunks that are wanted and have not come."""
+        return len(self._jobs)
+
+    def order(self, blob: Blob) -> list[int]:
+        """The chunks of a blob in the order in which they are best wanted: a node's own first, for
+        others wait for those; then as they lie.
+        """
+        owners = self._owners_of(blob.spec)
+        me = self._membership.node
+        return sorted(range(len(owners)), key=lambda n: (owners[n][:1] != (me,), n))
+
+    def close(self) -> None:
+        """End the threads; who waits is told."""
+        with self._changed:
+            self._over = True
+            jobs = [job for job in self._jobs.values() if not job.begun]
+            self._changed.notify_all()
+        for job in jobs:
+            with suppress(Exception):
+                job.future.set_exception(WarmcastError("the node agent ends"))
+        for thread in self._threads:
+            thread.join()
+        for reader in self._readers.values():
+            reader.close()
+
+    # In the threads
+
+    def _work(self) -> None:
+        memory = bytearray()
+        while (job := self._take()) is not None:
+            length = job.blob.spec.span(job.number)[1]
+            try:
+                if len(memory) < length:
+                    memory = bytearray(length)
+                with job.blob.in_use():
+                    tier = self._bring(job, memoryview(memory)[:length])
+            except Exception as cause:  # noqa: BLE001  (who waits is to be told, whatever it is)
+                outcome: str | Exception = cause
+                self._metrics.errors.labels(type(cause).__name__).inc()
+            else:
+                outcome = tier
+            with self._changed:
+                self._jobs.pop((job.blob.spec.sha256, job.number), None)
+                self._under_way -= length
+                if job.wish is Wish.BACKGROUND:
+                    self._rate.moved(length)
+                self._changed.notify_all()
+            if isinstance(outcome, str):
+                job.future.set_result(outcome)
+            else:
+                job.future.set_exception(outcome)
+
+    def _take(self) -> _Job | None:
+        with self._changed:
+            while not self._over:
+                pause = 1.0
+                if self._queue:
+                    wish, _, job = self._queue[0]
+                    if job.begun or not job.wanted or wish != job.wish:
+                        heapq.heappop(self._queue)
+                        continue
+                    length = job.blob.spec.span(job.number)[1]
+                    room = not self._under_way or self._under_way + length <= self._memory
+                    held = wish is Wish.BACKGROUND and (self._waiting or self._rate.pause())
+                    if room and not held:
+                        heapq.heappop(self._queue)
+                        job.begun = True
+                        self._under_way += length
+                        return job
+                    if held and not self._waiting:
+                        pause = self._rate.pause()
+                self._changed.wait(pause)
+            return None
+
+    def _bring(self, job: _Job, buffer: memoryview) -> str:
+        blob, number = job.blob, job.number
+        tier = "disk"
+        if not blob.has(number):
+            deadline = Deadline.after(_PATIENCE)
+            tier = "ring"
+            if job.wish is Wish.NODE or not self._from_ring(job, buffer, deadline):
+                tier = "origin"
+                self._from_origin(blob.spec, number, buffer, deadline)
+            blob.write(number, buffer)
+        self._metrics.chunks.labels(tier).inc()
+        self._metrics.nbytes.labels(tier).inc(len(buffer))
+        return tier
+
+    def _from_ring(self, job: _Job, buffer: memoryview, deadline: Deadline) -> bool:
+        owners = self._owners_of(job.blob.spec)[job.number]
+        for node in owners:
+            if node == self._membership.node:
+                return False
+            address = self._membership.address(node)
+            if address is None or self._peers.passed_by(node):
+                continue
+            job.by_ring = True
+            try:
+                self._from_node(address, job, buffer, deadline)
+                return True
+            except NodeBusy as cause:
+                log.info("%s: %s", node, cause)
+            except NodeFailed as cause:
+                self._metrics.errors.labels("NodeFailed").inc()
+                self._peers.blame(node, cause)
+            finally:
+                job.by_ring = False
+        return False
+
+    def _from_node(self, address: str, job: _Job, buffer: memoryview, deadline: Deadline) -> None:
+        limit = deadline.within(_BUSY)
+        while True:
+            try:
+                self._peers.fetch(
+                    address,
+                    job.manifest,
+                    job.blob.spec,
+                    job.number,
+                    buffer,
+                    deadline,
+                    self._metrics.received.inc,
+                )
+                return
+            except NodeBusy:
+                if limit.expired or self._over:
+                    raise
+                time.sleep(random.uniform(0.02, 0.1))  # noqa: S311
+
+    def _from_origin(self, spec: Spec, number: int, buffer: memoryview, deadline: Deadline) -> None:
+        begin, _ = spec.span(number)
+        found = ""
+        for _ in range(2):
+            self._reader(spec, deadline).read_into(begin, buffer, deadline)
+            self._metrics.origin.inc(len(buffer))
+            found = to_hex(crc32c(buffer))
+            if found == spec.crcs[number]:
+                return
+        raise IntegrityError(
+            f"blob {spec.sha256} of {self._origin.url} at byte {begin}",
+            expected=f"CRC32C {spec.crcs[number]}",
+            found=f"{found}, twice",
+            do="run `warmcast verify`, then deploy again",
+        )
+
+    def _reader(self, spec: Spec, deadline: Deadline) -> ObjectReader:
+        with self._reading:
+            reader = self._readers.get(spec.sha256)
+            if reader is None:
+                reader = self._readers[spec.sha256] = self._origin.open_blob(spec.sha256, deadline)
+            self._readers.move_to_end(spec.sha256)
+            if len(self._readers) > _OPEN:
+                self._close_oldest()
+            return reader
+
+    def _close_oldest(self) -> None:
+        with self._changed:
+            needed = {sha256 for (sha256, _), job in self._jobs.items() if job.begun}
+        oldest = next((sha256 for sha256 in self._readers if sha256 not in needed), None)
+        if oldest is not None:
+            self._readers.pop(oldest).close()
+
+    def _owners_of(self, spec: Spec) -> list[Sequence[str]]:
+        ring = self._membership.ring
+        known, blobs = self._owners
+        if known is not ring:
+            blobs = {}
+            self._owners = (ring, blobs)
+        owners = blobs.get(spec.sha256)
+        if owners is None:
+            owners = blobs[spec.sha256] = ring.owners(spec.sha256, len(spec.crcs), OWNERS)
+        return owners
+
+
+_THREADS = 16

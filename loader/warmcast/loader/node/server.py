@@ -1,0 +1,321 @@
+"""What an agent answers: other nodes over HTTP, the node's workers over a Unix socket.
+
+For nodes, with a token that names a manifest (see :mod:`tokens`):
+
+    GET /chunks/<sha256>/<number>   200 the chunk; 202 it is on its way, ask again; 503 busy
+    GET /manifests/<digest>         200 the manifest; 404
+
+For whoever looks after the agent: ``/healthz``, ``/readyz``, ``/metrics``.
+
+For workers, who are let in by the socket's permissions:
+
+    GET /refs/<model>@<name>        the digest, as text
+    GET /manifests/<digest>         the manifest
+    GET /blobs/<manifest>/<sha256>  lines, as the blob's chunks come: first a JSON object with the
+                                    file's names and the number of chunks, then ``<number> <tier>``
+                                    each, then ``end``, or ``failed <why>``
+    GET /prefetch/<manifest>        lines: ``<bytes there> <bytes in all>``, then ``end`` or
+                                    ``failed <why>``
+
+Names in requests are digests and numbers, matched as such; none becomes a path but by the cache.
+Chunks go from the file to the socket by ``sendfile``; TLS has them read and encrypted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from contextlib import ExitStack, suppress
+
+from aiohttp import web
+
+from warmcast.loader.node.cache import Blob, Cache, CacheFull, Spec
+from warmcast.loader.node.catalogue import Catalogue
+from warmcast.loader.node.fill import Filler, Wish
+from warmcast.loader.node.membership import Membership
+from warmcast.loader.node.metrics import Metrics
+from warmcast.loader.node.tokens import Fleet, NotAllowed
+from warmcast.manifests.deadline import Deadline
+from warmcast.manifests.errors import NotFound, WarmcastError, one_line
+
+log = logging.getLogger("warmcast")
+
+UPLOADS = 64
+"""Chunks that are sent to nodes at a time."""
+
+_ON_ITS_WAY = 1.5
+"""Seconds that a node waits for a chunk here, before it is told to ask again."""
+
+_CALL = 30.0
+_AHEAD = 64
+"""Chunks that are wanted at a time for one worker."""
+
+_TRIES = 3
+_SHA = "[0-9a-f]{64}"
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Server:
+    """The answers. Run in one event loop; what blocks is done in its threads."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        catalogue: Catalogue,
+        filler: Filler,
+        membership: Membership,
+        fleet: Fleet,
+        metrics: Metrics,
+    ) -> None:
+        self._cache = cache
+        self._catalogue = catalogue
+        self._filler = filler
+        self._membership = membership
+        self._fleet = fleet
+        self._metrics = metrics
+        self._uploads = 0
+        metrics.watch("warmcast_cache_bytes", "Bytes in the cache", lambda: cache.nbytes)
+        metrics.watch("warmcast_cache_evicted_bytes", "Bytes deleted", lambda: cache.evicted)
+        metrics.watch("warmcast_chunks_in_flight", "Chunks wanted", lambda: filler.under_way)
+        metrics.watch("warmcast_uploads", "Chunks being sent to nodes", lambda: self._uploads)
+        metrics.watch("warmcast_nodes", "Nodes there", lambda: len(membership.ring.nodes))
+
+    @property
+    def uploads(self) -> int:
+        """Chunks that are being sent to other nodes."""
+        return self._uploads
+
+    def for_nodes(self) -> web.Application:
+        """What other nodes, and Prometheus, may ask."""
+        app = web.Application(middlewares=[_explained])
+        app.router.add_get("/healthz", self._alive)
+        app.router.add_get("/readyz", self._ready)
+        app.router.add_get("/metrics", self._tell_metrics)
+        app.router.add_get(rf"/chunks/{{sha256:{_SHA}}}/{{number:[0-9]{{1,7}}}}", self._chunk)
+        app.router.add_get(rf"/manifests/{{digest:{_SHA}}}", self._known_manifest)
+        return app
+
+    def for_workers(self) -> web.Application:
+        """What the node's workers may ask."""
+        app = web.Application(middlewares=[_explained])
+        app.router.add_get("/healthz", self._alive)
+        app.router.add_get("/metrics", self._tell_metrics)
+        app.router.add_get(r"/refs/{ref:.{1,512}}", self._ref)
+        app.router.add_get(rf"/manifests/{{digest:{_SHA}}}", self._manifest)
+        app.router.add_get(rf"/blobs/{{digest:{_SHA}}}/{{sha256:{_SHA}}}", self._blob)
+        app.router.add_get(rf"/prefetch/{{digest:{_SHA}}}", self._prefetch)
+        return app
+
+    # For whoever looks after it
+
+    async def _alive(self, _request: web.Request) -> web.Response:
+        return web.Response(text="alive\n")
+
+    async def _ready(self, _request: web.Request) -> web.Response:
+        if not self._membership.heard:
+            return web.Response(status=503, text="the registry does not answer\n")
+        return web.Response(text="ready\n")
+
+    async def _tell_metrics(self, _request: web.Request) -> web.Response:
+        return web.Response(body=self._metrics.text(), content_type="text/plain")
+
+    # For nodes
+
+    def _allowed(self, request: web.Request) -> str:
+        """The manifest that a request's token names."""
+        given = request.headers.get("Authorization", "")
+        try:
+            return self._fleet.check(given.removeprefix("Bearer "))
+        except NotAllowed:
+            self._metrics.refused.inc()
+            raise
+
+    async def _known_manifest(self, request: web.Request) -> web.Response:
+        digest = request.match_info["digest"]
+        if self._allowed(request) != digest:
+            raise NotAllowed("token", expected=f"one for manifest {digest}")
+        data = await asyncio.to_thread(self._catalogue.known, digest)
+        return web.Response(status=404) if data is None else web.Response(body=data)
+
+    async def _chunk(self, request: web.Request) -> web.StreamResponse:
+        digest = self._allowed(request)
+        sha256, number = request.match_info["sha256"], int(request.match_info["number"])
+        try:
+            spec = await asyncio.to_thread(
+                self._catalogue.spec, digest, sha256, Deadline.after(_CALL)
+            )
+        except NotFound as cause:
+            self._metrics.refused.inc()
+            raise NotAllowed(f"blob {sha256}", expected="one that the manifest lists") from cause
+        if number >= len(spec.crcs):
+            raise NotFound(f"chunk {number}", expected=f"{len(spec.crcs)} chunks")
+        if self._uploads >= UPLOADS:
+            self._metrics.busy.inc()
+            return web.Response(status=503, headers={"Retry-After": "1"})
+        self._uploads += 1
+        try:
+            with self._cache.use(spec) as blob:
+                check = "Warmcast-Check" in request.headers
+                there = await asyncio.to_thread(blob.check if check else blob.has, number)
+                if not there and not await self._came(digest, blob, number):
+                    return self._not_yet(sha256, number)
+                return await self._send(request, blob, number)
+        finally:
+            self._uploads -= 1
+
+    async def _came(self, digest: str, blob: Blob, number: int) -> bool:
+        """Have a chunk fetched; whether it has come."""
+        with self._filler.wanted(digest, blob, number, Wish.NODE) as future:
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(_shared(future), _ON_ITS_WAY)
+                return True
+            return False
+
+    def _not_yet(self, sha256: str, number: int) -> web.Response:
+        # Who asks the ring for it may be asking him who asks here.
+        busy = self._filler.asks_the_ring(sha256, number)
+        return web.Response(status=503 if busy else 202, headers={"Retry-After": "0"})
+
+    async def _send(self, request: web.Request, blob: Blob, number: int) -> web.StreamResponse:
+        begin, length = blob.spec.span(number)
+        response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
+        response.content_length = length
+        await response.prepare(request)
+        with os.fdopen(blob.open(), "rb", buffering=0) as file:
+            transport = request.transport
+            if transport is None:
+                raise ConnectionResetError("the other node has gone")
+            sent = await asyncio.get_running_loop().sendfile(transport, file, begin, length)
+        self._metrics.sent.inc(sent)
+        await response.write_eof()
+        return response
+
+    # For workers
+
+    async def _ref(self, request: web.Request) -> web.Response:
+        name = request.match_info["ref"]
+        digest = await asyncio.to_thread(self._catalogue.resolve, name, Deadline.after(_CALL))
+        return web.Response(text=digest)
+
+    async def _manifest(self, request: web.Request) -> web.Response:
+        digest = request.match_info["digest"]
+        found = await asyncio.to_thread(self._catalogue.manifest, digest, Deadline.after(_CALL))
+        return web.Response(body=found.data)
+
+    async def _blob(self, request: web.Request) -> web.StreamResponse:
+        digest, sha256 = request.match_info["digest"], request.match_info["sha256"]
+        spec = await asyncio.to_thread(self._catalogue.spec, digest, sha256, Deadline.after(_CALL))
+        lines = await _lines(request)
+        with self._cache.use(spec) as blob, self._filler.foreground():
+            names = [str(self._cache.whole(sha256)), str(self._cache.partial(sha256))]
+            await _say(lines, json.dumps({"names": names, "chunks": len(spec.crcs)}))
+
+            async def came(number: int, tier: str) -> None:
+                if tier != "origin":
+                    self._metrics.saved.inc(spec.span(number)[1])
+                await _say(lines, f"{number} {tier}")
+
+            try:
+                await self._bring(digest, blob, Wish.WORKER, came)
+            except WarmcastError as cause:
+                await _say(lines, f"failed {one_line(cause)}")
+            else:
+                await _say(lines, "end")
+        return lines
+
+    async def _prefetch(self, request: web.Request) -> web.StreamResponse:
+        digest = request.match_info["digest"]
+        manifest = await asyncio.to_thread(self._catalogue.manifest, digest, Deadline.after(_CALL))
+        lines = await _lines(request)
+        files = {file.sha256: file for file in manifest.files}
+        total, done = sum(file.size for file in files.values()), 0
+        try:
+            for sha256 in files:
+                spec = self._catalogue.spec(digest, sha256, Deadline.after(_CALL))
+
+                async def came(number: int, _tier: str, spec: Spec = spec) -> None:
+                    nonlocal done
+                    done += spec.span(number)[1]
+                    await _say(lines, f"{done} {total}")
+
+                with self._cache.use(spec) as blob:
+                    await self._bring(digest, blob, Wish.BACKGROUND, came)
+        except WarmcastError as cause:
+            await _say(lines, f"failed {one_line(cause)}")
+        else:
+            await _say(lines, "end")
+        return lines
+
+    async def _bring(
+        self,
+        digest: str,
+        blob: Blob,
+        wish: Wish,
+        came: Callable[[int, str], Awaitable[None]],
+    ) -> None:
+        """Have all chunks of a blob, some at a time; ``came`` is told of each."""
+        order = iter(await asyncio.to_thread(self._filler.order, blob))
+        running: set[asyncio.Task[tuple[int, str]]] = set()
+        with ExitStack() as stack:
+            stack.callback(lambda: [task.cancel() for task in running])
+            while True:
+                for number in order:
+                    running.add(asyncio.create_task(self._one(digest, blob, number, wish)))
+                    if len(running) >= _AHEAD:
+                        break
+                if not running:
+                    return
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    number, tier = task.result()
+                    await came(number, tier)
+
+    async def _one(self, digest: str, blob: Blob, number: int, wish: Wish) -> tuple[int, str]:
+        for last in (*[False] * (_TRIES - 1), True):
+            with self._filler.wanted(digest, blob, number, wish) as future:
+                try:
+                    return number, await _shared(future)
+                except CacheFull:
+                    raise
+                except WarmcastError as cause:
+                    if last:
+                        raise
+                    log.info("chunk %d of %s again: %s", number, blob.spec.sha256[:12], cause)
+        raise AssertionError
+
+
+def _shared(future: Future[str]) -> asyncio.Future[str]:
+    """To await what others await too: who gives up ends it for nobody else."""
+    mine = asyncio.wrap_future(future)
+    mine.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return asyncio.shield(mine)
+
+
+async def _lines(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/plain"})
+    await response.prepare(request)
+    return response
+
+
+async def _say(lines: web.StreamResponse, line: str) -> None:
+    await lines.write(f"{line}\n".encode())
+
+
+@web.middleware
+async def _explained(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turn errors into a status and one line."""
+    try:
+        return await handler(request)
+    except NotAllowed as cause:
+        return web.Response(status=403, text=f"{one_line(cause)}\n")
+    except NotFound as cause:
+        return web.Response(status=404, text=f"{one_line(cause)}\n")
+    except CacheFull as cause:
+        return web.Response(status=507, text=f"{one_line(cause)}\n")
+    except WarmcastError as cause:
+        return web.Response(status=502, text=f"{one_line(cause)}\n")
