@@ -60,7 +60,7 @@ def deploy(
 ) -> None:
     """Turn a checkpoint into a verified deployment, and point a ref at it."""
     meshes = [_read_mesh(path) for path in mesh or ()]
-    shard_nbytes = _parse_size(max_shard_size)
+    shard_nbytes = parse_size(max_shard_size, "--max-shard-size")
     _check_origin(origin)
     if json_file is not None and not json_file.parent.is_dir():
         raise UsageError(f"--json {json_file}", expected="a file in a folder", found="no folder")
@@ -182,11 +182,14 @@ def _deadline(seconds: float | None) -> Deadline:
     return Deadline.after(seconds)
 
 
-def _parse_size(text: str) -> int:
-    """Bytes of ``5GB`` (1e9 bytes each), ``5GiB`` (2**30) or ``5000000000``."""
+def parse_size(text: str, option: str) -> int:
+    """Bytes of ``5GB`` (1e9 bytes each), ``5GiB`` (2**30) or ``5000000000``.
+
+    Raises :class:`UsageError`, naming the option.
+    """
     match = _SIZE.fullmatch(text.strip())
     if match is None or not (size := _scaled(*match.groups())):
-        raise UsageError("--max-shard-size", expected="a size such as 5GB", found=repr(text))
+        raise UsageError(option, expected="a size such as 5GB", found=repr(text))
     return size
 
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from warmcast.infra.bench.deliver.command import deliver
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import UsageError
 
@@ -127,3 +128,6 @@ def stream(
     result.print()
     if json_file is not None:
         record.write(result.record(), json_file)
+
+
+bench.command()(deliver)
