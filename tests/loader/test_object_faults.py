@@ -153,7 +153,8 @@ def test_silence_is_given_up_for_a_new_connection(
     suffer: Suffer, proxy: Proxy, loader, weights: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ):
     ref = suffer(silence, stall(0), stall(500_000))
-    monkeypatch.setattr(http, "IDLE", 0.5)
+    for patient in (http.Http.__init__, http.read_into):
+        monkeypatch.setitem(patient.__kwdefaults__, "idle", 0.5)
     model = empty()
     loader(registry=None).load(model, ref)
     assert torch.equal(model.weight, weights)
@@ -197,7 +198,9 @@ def test_what_stays(suffer: Suffer, loader, fault: str):
     nothing_goes_on()
 
 
-@pytest.mark.parametrize("fault", [silence, stall(1000), endless_drip])
+@pytest.mark.parametrize(
+    "fault", [silence, stall(1000), endless_drip], ids=["no answer", "stall", "drip"]
+)
 def test_slowness_ends_by_the_deadline(suffer: Suffer, loader, fault: Fault):
     ref = suffer(*[fault] * ALWAYS)
     model = empty()
