@@ -165,6 +165,11 @@ class _Fleet:
         self.now = 0.0
         self._ask(np.arange(len(self.chunk)), np.zeros(len(self.chunk)))
 
+    @property
+    def _blink(self) -> float:
+        """Seconds that cannot be told from none at this time."""
+        return 1e-12 * self.now
+
     def run(self, deadline: Deadline) -> None:
         """Until every node that wants the model and is alive has it."""
         while self.left.any():
@@ -243,7 +248,7 @@ class _Fleet:
 
     def _serve(self) -> None:
         """Let owners take up what was asked of them, the earliest first, within their bound."""
-        asked = self.ready <= self.now + self.step / 2 + 1e-12
+        asked = self.ready <= self.now + self.step / 2 + self._blink
         waiting = np.flatnonzero((self.chunk != _NONE) & ~self.serving & (self.weight > 0) & asked)
         busy = np.flatnonzero(self.serving)
         places = self.settings.uploads - np.bincount(
@@ -262,7 +267,9 @@ class _Fleet:
     def _move(self) -> None:
         """Move bytes until the next event, or for a step."""
         settings, now, step = self.settings, self.now, self.step
-        pulls = np.flatnonzero((self.pull_at < now + step + 1e-12) & (self.arrived < self.sizes))
+        pulls = np.flatnonzero(
+            (self.pull_at <= now + step + self._blink) & (self.arrived < self.sizes)
+        )
         room = np.full(settings.nodes, self.intake)
         pulled = self._pull(pulls, room)
         coming = np.zeros(settings.chunks)
@@ -334,19 +341,18 @@ class _Fleet:
         chunks = self.chunk[slots]
         catching = (behind > _DONE) & (rates > coming) & (self.arrived[chunks] < self.sizes[chunks])
         moving, flowing = pulled > 0, rates > 0
-        waits = [
-            ((self.sizes[pulls] - self.arrived[pulls])[moving] / pulled[moving]),
-            ((self.sizes[chunks] - self.done[slots])[flowing] / rates[flowing]),
+        ends = [
+            (self.sizes[pulls] - self.arrived[pulls])[moving] / pulled[moving],
+            (self.sizes[chunks] - self.done[slots])[flowing] / rates[flowing],
             behind[catching] / (rates - coming)[catching],
-            self.pull_at[np.isfinite(self.pull_at)] - self.now,
-            self.ready[self.chunk != _NONE] - self.now,
         ]
         received = self.sent.sum() + self.origin_bytes
         speed = float(pulled.sum() + (rates * self.weight[slots]).sum())
         if received < self.lost_at < math.inf and speed > 0:
-            waits.append(np.array([(self.lost_at - received) / speed]))
-        later = np.concatenate(waits)
-        return float(later[later > 1e-12].min(initial=math.inf))
+            ends.append(np.array([(self.lost_at - received) / speed]))
+        begins = np.concatenate([self.pull_at, self.ready[self.chunk != _NONE]]) - self.now
+        later = begins[begins > self._blink].min(initial=math.inf)
+        return float(max(np.concatenate(ends).min(initial=later), self._blink))
 
     def _finish(self, pulls: Indexes) -> None:
         """Ends of transfers: what was there is the group's, and its slot asks for the next."""
@@ -397,5 +403,6 @@ class _Fleet:
         """Whether a group has a chunk: it came to it in its order, and it is in no slot."""
         passed = (chunks - self.start[groups]) % self.settings.chunks < self.next[groups]
         held = self.chunk.reshape(self.groups, -1)[groups]
-        coming: npt.NDArray[np.bool_] = (held == chunks[:, None]).any(axis=1)
-        return (groups != _NONE) & passed & ~coming
+        coming = (held == chunks[:, None]).any(axis=1)
+        has: npt.NDArray[np.bool_] = (groups != _NONE) & passed & ~coming
+        return has
