@@ -2,6 +2,7 @@
 
 WARMCAST_ORIGIN        the origin's URL; required
 WARMCAST_REGISTRY      redis://host:port; without it there are no peers
+WARMCAST_NODE          the socket of the node's agent; without it there is none
 WARMCAST_DEADLINE      seconds that a load may take; 600 unless set
 WARMCAST_HOST_MEMORY   bytes of host memory for bytes on their way; 2147483648 unless set
 WARMCAST_HOST          the address by which peers reach this worker; found out unless set
@@ -30,6 +31,7 @@ class Settings:
     registry: str | None = None
     deadline: float = DEADLINE
     host_memory: int = HOST_MEMORY
+    node: str | None = None
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
@@ -55,4 +57,10 @@ class Settings:
             raise UsageError(
                 "WARMCAST_HOST_MEMORY", expected="bytes, more than 0", found=repr(memory)
             )
-        return cls(origin, env.get("WARMCAST_REGISTRY") or None, deadline, int(memory))
+        return cls(
+            origin,
+            env.get("WARMCAST_REGISTRY") or None,
+            deadline,
+            int(memory),
+            env.get("WARMCAST_NODE") or None,
+        )

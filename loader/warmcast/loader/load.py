@@ -41,12 +41,14 @@ from warmcast.loader.errors import (
     TransportUnusable,
     WeightVerificationError,
 )
+from warmcast.loader.node.client import NodeClient
 from warmcast.loader.plan import Plan, Targets, make_plan, plan_changed
 from warmcast.loader.quorum import Group
 from warmcast.loader.ready import Installation, Served
 from warmcast.loader.registry import BEAT, EXPIRY, Lease, Registry
 from warmcast.loader.report import LoadReport, Note
 from warmcast.loader.routes import Job, Source
+from warmcast.loader.routes.node import NodeRoute, resolve
 from warmcast.loader.routes.origin import OriginRoute
 from warmcast.loader.routes.peer import NoSender, PeerRoute
 from warmcast.loader.stages import Outcome, Stages
@@ -59,6 +61,7 @@ from warmcast.manifests.manifest import Manifest
 from warmcast.manifests.origin import Origin
 
 PEER_SHARE = 0.5
+_NODE_SHARE = 0.8
 """The part of the time left that finding, waiting for and receiving from peers may take."""
 
 ATTEMPTS = 3
@@ -94,7 +97,8 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """Whom a worker can ask: the origin always, peers where there is a registry and a transport.
+    """Whom a worker can ask: the origin always, peers where there is a registry and a transport,
+    the node's agent where it was named.
 
     ``lead`` takes the lease of an identity, under which the origin is read, or says None if
     somebody else has it; its owner keeps it until this worker serves, and gives it back if the load
@@ -106,6 +110,7 @@ class Ways:
     registry: Registry | None
     peers: PeerRoute | None
     lead: Callable[[str, Deadline], Lease | None]
+    node: NodeClient | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +239,7 @@ class Walk:
         """The manifest, one for all ranks: a ref may move between two ranks' looks at it."""
         origin, ref = self._ways.origin, self._wanted.ref
         manifest = self._stages.together(
-            "ref", partial(_noted, lambda: origin.resolve(ref, self._deadline))
+            "ref", partial(_noted, lambda: resolve(origin, self._ways.node, ref, self._deadline))
         )
         digest = self._stages.first(manifest.digest)
         if self._group.size == 1:
@@ -410,12 +415,31 @@ class Walk:
                 do="restart with an unchanged skeleton",
             )
         job = self._job(manifest, plan, self._identity(manifest, state))
+        if self._ways.node is not None:
+            near = self._from_node(job, plan)
+            if near is not None:
+                return near
         filled = self._read(job, plan, careful=False)
         if not isinstance(filled, _Filled) and self._again_with_care(filled):
             filled = self._read(job, plan, careful=True)
         if isinstance(filled, _Filled):
             return filled
         raise filled.error or WarmcastError(f"{self._wanted.ref}: the origin was not read")
+
+    def _from_node(self, job: Job, plan: Plan) -> _Filled | None:
+        """What the nodes' agents have, for all ranks; None if the origin is to be read."""
+        met = self._stages.attempt("node", partial(self._at_node, job))
+        if met.error is not None or met.value is None:
+            return None
+        filled = self._fill("node", plan, met.value, self._deadline.share(_NODE_SHARE))
+        return filled if isinstance(filled, _Filled) else None
+
+    def _at_node(self, job: Job, note: Note) -> Source:
+        node = self._ways.node
+        assert node is not None  # noqa: S101
+        source = NodeRoute(node, self._ways.origin, self._ways.staging).find(job, self._deadline)
+        note.yes(source.name)
+        return source
 
     def _read(self, job: Job, plan: Plan, *, careful: bool) -> _Filled | Outcome[Any]:
         route = OriginRoute(self._ways.origin, self._ways.staging, careful=careful)
@@ -522,6 +546,7 @@ def _fill(source: Source, targets: Targets, limit: Deadline, note: Note) -> None
     note.yes(
         f"{targets.plan.nbytes:,} bytes in {moving:.3f} s, "
         f"{targets.plan.nbytes / moving / 1e9:.2f} GB/s"
+        + (f"; {source.reason}" if not source.transport and source.reason else "")
     )
 
 

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 
 import torch
@@ -23,6 +24,7 @@ from warmcast.loader.environment import DEADLINE, Settings
 from warmcast.loader.errors import GroupLost
 from warmcast.loader.heartbeat import Heartbeat
 from warmcast.loader.load import Loaded, Walk, Wanted, Ways
+from warmcast.loader.node.client import NodeClient
 from warmcast.loader.quorum import Group, group_from_env
 from warmcast.loader.registry import CALL, Lease, Registry
 from warmcast.loader.report import LoadReport
@@ -58,17 +60,19 @@ class Loader:
         *,
         deadline: float = DEADLINE,
         host_memory: int = HOST_MEMORY,
+        node: str | os.PathLike[str] | None = None,
         group: Group | None = None,
     ) -> None:
         """Make a loader of an origin's URL and a registry's (``redis://…``); None: no peers.
 
         ``deadline`` is the time in seconds that a load may take, unless it is told otherwise;
         ``host_memory`` the bytes of host memory, beyond the model's own, that loads may use, kept
-        between them. ``group`` is the ranks that load together; None: those that torchrun's
-        environment names.
+        between them. ``node`` is the socket of the node's agent; None: there is none. ``group`` is
+        the ranks that load together; None: those that torchrun's environment names.
         """
         self._origin = Origin.open(origin)
         self._registry = Registry(registry) if registry else None
+        self._node = NodeClient(Path(node)) if node is not None else None
         self._seconds = deadline
         self._group = group
         self._own_group: Group | None = None
@@ -89,6 +93,7 @@ class Loader:
             settings.registry,
             deadline=settings.deadline,
             host_memory=settings.host_memory,
+            node=settings.node,
         )
 
     @contextmanager
@@ -165,7 +170,7 @@ class Loader:
         peers = None
         if self._registry is not None and transports:
             peers = PeerRoute(self._registry, self._endpoint(wanted.device, transports), transports)
-        ways = Ways(self._origin, self._staging, self._registry, peers, lead)
+        ways = Ways(self._origin, self._staging, self._registry, peers, lead, self._node)
         try:
             with ExitStack() as stack:
                 if peers is not None:

@@ -23,6 +23,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -37,7 +38,6 @@ from warmcast.manifests.checksum import crc32c_at, to_hex
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import IntegrityError, StoreError, WarmcastError
 from warmcast.manifests.manifest import FileEntry, Manifest
-from warmcast.manifests.origin import Origin
 from warmcast.manifests.stores import ObjectReader
 
 _PIECE = 6 << 20
@@ -52,6 +52,17 @@ _PART = 0.75
 
 _THREADS = 12
 """Threads at most: what a PCIe link of 55 GB/s takes from the page cache."""
+
+
+class BlobSource(Protocol):
+    """Where blobs are opened: the origin, or what stands before it."""
+
+    @property
+    def url(self) -> str:
+        """Its name in errors."""
+
+    def open_blob(self, sha256: str, deadline: Deadline) -> ObjectReader:
+        """Open a blob, to read many ranges of it; the bytes are not checked there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +108,7 @@ class _Wanted:
 
 
 def stream(
-    origin: Origin,
+    origin: BlobSource,
     manifest: Manifest,
     targets: Targets,
     staging: Staging,
@@ -177,7 +188,7 @@ def _chunks(manifest: Manifest, pieces: Sequence[_Piece], *, careful: bool) -> I
 class _Blobs:
     """The files' blobs, each opened when it is first read from."""
 
-    def __init__(self, origin: Origin) -> None:
+    def __init__(self, origin: BlobSource) -> None:
         self.url = origin.url
         self._origin = origin
         self._lock = threading.Lock()

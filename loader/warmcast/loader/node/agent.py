@@ -30,7 +30,7 @@ from warmcast.manifests.origin import Origin
 
 log = logging.getLogger("warmcast")
 
-MEMORY = 128 << 20
+MEMORY = 96 << 20
 """Bytes of chunks under way."""
 
 _PARTING = 10.0

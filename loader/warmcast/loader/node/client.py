@@ -6,10 +6,10 @@ import http.client
 import json
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import NotFound, StoreError, StoreUnreachable
@@ -24,6 +24,42 @@ _MOST = 64 << 20
 
 class NodeGone(StoreUnreachable):
     """The node's agent does not answer."""
+
+
+class Arrival(NamedTuple):
+    """A chunk that is there: of the manifest's file of a number, and where it came from."""
+
+    file: int
+    chunk: int
+    tier: str
+
+
+class _Answer(NamedTuple):
+    sock: socket.socket
+    response: http.client.HTTPResponse
+
+
+class Files:
+    """What an agent says of files that are wanted: where they are, and chunks as they come."""
+
+    def __init__(self, answer: _Answer, lines: Iterator[str]) -> None:
+        self._sock = answer.sock
+        self._lines = lines
+        told = json.loads(next(lines, "{}"))
+        self.names: Mapping[int, Sequence[Path]] = {
+            int(number): [Path(name) for name in names] for number, names in told.items()
+        }
+        """By a file's number, the names that its blob may have."""
+
+    def __iter__(self) -> Iterator[Arrival]:
+        for line in self._lines:
+            file, chunk, tier = line.split(" ")
+            yield Arrival(int(file), int(chunk), tier)
+
+    def end(self) -> None:
+        """Want no more; whoever waits for the next chunk, in another thread, gets an error."""
+        with suppress(OSError):  # it has ended already
+            self._sock.shutdown(socket.SHUT_RDWR)
 
 
 class _Connection(http.client.HTTPConnection):
@@ -73,31 +109,31 @@ class NodeClient:
         return parse_manifest(self._read(f"/manifests/{digest}", deadline), digest, self.url)
 
     @contextmanager
-    def blob(self, digest: str, sha256: str, deadline: Deadline) -> Iterator[Iterator[str]]:
-        """A manifest's blob, wanted while the context is open: the agent's lines about it."""
-        with self._lines(f"/blobs/{digest}/{sha256}", deadline) as lines:
-            yield lines
+    def files(self, digest: str, wanted: Iterable[int], deadline: Deadline) -> Iterator[Files]:
+        """Files of a manifest, wanted while the context is open."""
+        numbers = ",".join(map(str, wanted))
+        with self._asked(f"/files/{digest}?wanted={numbers}", deadline) as answer:
+            yield Files(answer, self._lines(answer, deadline))
+
+    def check(self, digest: str, deadline: Deadline) -> None:
+        """Have the agent look whether the bytes of a manifest's files are what they should be."""
+        self._read(f"/check/{digest}", deadline)
 
     def prefetch(self, digest: str, deadline: Deadline) -> Iterator[tuple[int, int]]:
         """Have all of a manifest brought; (bytes there, bytes in all), as they come.
 
         Raises :class:`StoreError` if it cannot be.
         """
-        with self._lines(f"/prefetch/{digest}", deadline) as lines:
-            for line in lines:
+        with self._asked(f"/prefetch/{digest}", deadline) as answer:
+            for line in self._lines(answer, deadline):
                 done, _, total = line.partition(" ")
                 yield int(done), int(total)
 
-    @contextmanager
-    def _lines(self, path: str, deadline: Deadline) -> Iterator[Iterator[str]]:
-        with self._asked(path, deadline) as response:
-            yield self._until_end(response, deadline)
-
-    def _until_end(self, response: http.client.HTTPResponse, deadline: Deadline) -> Iterator[str]:
+    def _lines(self, answer: _Answer, deadline: Deadline) -> Iterator[str]:
         while True:
             deadline.check(f"waiting for the {self.url}")
             with self._explained():
-                line = response.readline(1 << 16).decode().rstrip("\n")
+                line = answer.response.readline(1 << 16).decode().rstrip("\n")
             if line == "end":
                 return
             kind, _, why = line.partition(" ")
@@ -108,26 +144,26 @@ class NodeClient:
             yield line
 
     def _read(self, path: str, deadline: Deadline) -> bytes:
-        with self._asked(path, deadline) as response, self._explained():
-            data = response.read(_MOST + 1)
+        with self._asked(path, deadline) as answer, self._explained():
+            data = answer.response.read(_MOST + 1)
         if len(data) > _MOST:
             raise StoreError(self.url, expected=f"{_MOST} bytes at most", found="more")
         return data
 
     @contextmanager
-    def _asked(self, path: str, deadline: Deadline) -> Iterator[http.client.HTTPResponse]:
+    def _asked(self, path: str, deadline: Deadline) -> Iterator[_Answer]:
         deadline.check(f"asking the {self.url}")
         connection = _Connection(self.path, min(_IDLE, deadline.remaining()))
         try:
             with self._explained():
                 connection.request("GET", path)
                 response = connection.getresponse()
-                said = "" if response.status == 200 else response.read(4096).decode().strip()
+                said = "" if response.status in (200, 202) else response.read(4096).decode().strip()
             if response.status == 404:
                 raise NotFound(f"{self.url}: {path}", found=said)
-            if response.status != 200:
+            if response.status not in (200, 202):
                 raise StoreError(f"{self.url}: {path}", found=f"{response.status}: {said}")
-            yield response
+            yield _Answer(connection.sock, response)
         finally:
             connection.close()
 
@@ -139,12 +175,6 @@ class NodeClient:
             raise NodeGone(
                 self.url, expected="an answer", found=str(cause) or type(cause).__name__
             ) from cause
-
-
-def names_of(line: str) -> tuple[list[Path], int]:
-    """What the first line about a blob says: its file's names, and the number of its chunks."""
-    told = json.loads(line)
-    return [Path(name) for name in told["names"]], int(told["chunks"])
 
 
 class Progress:

@@ -113,6 +113,7 @@ class Filler:
         self._waiting = 0  # contexts of foreground()
         self._under_way = 0  # bytes
         self._over = False
+        self._buffers: list[bytearray] = []
         self._readers: OrderedDict[str, ObjectReader] = OrderedDict()
         self._reading = threading.Lock()
         self._owners: tuple[Ring | None, dict[str, list[Sequence[str]]]] = (None, {})
@@ -196,12 +197,10 @@ class Filler:
     # In the threads
 
     def _work(self) -> None:
-        memory = bytearray()
         while (job := self._take()) is not None:
             length = job.blob.spec.span(job.number)[1]
+            memory = self._buffer(length)
             try:
-                if len(memory) < length:
-                    memory = bytearray(length)
                 with job.blob.in_use():
                     tier = self._bring(job, memoryview(memory)[:length])
             except Exception as cause:  # noqa: BLE001  (who waits is to be told, whatever it is)
@@ -212,6 +211,7 @@ class Filler:
             with self._changed:
                 self._jobs.pop((job.blob.spec.sha256, job.number), None)
                 self._under_way -= length
+                self._buffers.append(memory)
                 if job.wish is Wish.BACKGROUND:
                     self._rate.moved(length)
                 self._changed.notify_all()
@@ -219,6 +219,12 @@ class Filler:
                 job.future.set_result(outcome)
             else:
                 job.future.set_exception(outcome)
+
+    def _buffer(self, length: int) -> bytearray:
+        """Memory for a chunk: kept from one to the next, and no more of it than is under way."""
+        with self._changed:
+            memory = self._buffers.pop() if self._buffers else bytearray()
+        return memory if len(memory) >= length else bytearray(length)
 
     def _take(self) -> _Job | None:
         with self._changed:

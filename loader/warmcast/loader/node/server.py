@@ -11,9 +11,11 @@ For workers, who are let in by the socket's permissions:
 
     GET /refs/<model>@<name>        the digest, as text
     GET /manifests/<digest>         the manifest
-    GET /blobs/<manifest>/<sha256>  lines, as the blob's chunks come: first a JSON object with the
-                                    file's names and the number of chunks, then ``<number> <tier>``
-                                    each, then ``end``, or ``failed <why>``
+    GET /files/<manifest>?wanted=   lines, as the chunks of a manifest's files come (``wanted``:
+                                    their numbers, all without it): first a JSON object with the
+                                    names of each one's blob, then ``<file> <chunk> <tier>`` each,
+                                    then ``end``, or ``failed <why>``
+    GET /check/<manifest>           202; every chunk of it that is there is checked
     GET /prefetch/<manifest>        lines: ``<bytes there> <bytes in all>``, then ``end`` or
                                     ``failed <why>``
 
@@ -27,9 +29,11 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
+from itertools import islice
+from typing import Any
 
 from aiohttp import web
 
@@ -79,6 +83,7 @@ class Server:
         self._fleet = fleet
         self._metrics = metrics
         self._uploads = 0
+        self._checking: set[asyncio.Task[None]] = set()
         metrics.watch("warmcast_cache_bytes", "Bytes in the cache", lambda: cache.nbytes)
         metrics.watch("warmcast_cache_evicted_bytes", "Bytes deleted", lambda: cache.evicted)
         metrics.watch("warmcast_chunks_in_flight", "Chunks wanted", lambda: filler.under_way)
@@ -107,7 +112,8 @@ class Server:
         app.router.add_get("/metrics", self._tell_metrics)
         app.router.add_get(r"/refs/{ref:.{1,512}}", self._ref)
         app.router.add_get(rf"/manifests/{{digest:{_SHA}}}", self._manifest)
-        app.router.add_get(rf"/blobs/{{digest:{_SHA}}}/{{sha256:{_SHA}}}", self._blob)
+        app.router.add_get(rf"/files/{{digest:{_SHA}}}", self._files)
+        app.router.add_get(rf"/check/{{digest:{_SHA}}}", self._check)
         app.router.add_get(rf"/prefetch/{{digest:{_SHA}}}", self._prefetch)
         return app
 
@@ -207,25 +213,27 @@ class Server:
         found = await asyncio.to_thread(self._catalogue.manifest, digest, Deadline.after(_CALL))
         return web.Response(body=found.data)
 
-    async def _blob(self, request: web.Request) -> web.StreamResponse:
-        digest, sha256 = request.match_info["digest"], request.match_info["sha256"]
-        spec = await asyncio.to_thread(self._catalogue.spec, digest, sha256, Deadline.after(_CALL))
-        lines = await _lines(request)
-        with self._cache.use(spec) as blob, self._filler.foreground():
-            names = [str(self._cache.whole(sha256)), str(self._cache.partial(sha256))]
-            await _say(lines, json.dumps({"names": names, "chunks": len(spec.crcs)}))
+    async def _files(self, request: web.Request) -> web.StreamResponse:
+        digest = request.match_info["digest"]
+        manifest = await asyncio.to_thread(self._catalogue.manifest, digest, Deadline.after(_CALL))
+        wanted = _numbers(request.query.get("wanted"), len(manifest.files))
+        with ExitStack() as stack:
+            blobs = {
+                number: stack.enter_context(
+                    self._cache.use(Spec.of(manifest, manifest.files[number]))
+                )
+                for number in wanted
+            }
+            stack.enter_context(self._filler.foreground())
+            lines = await _lines(request)
+            await _say(lines, json.dumps({n: _names(self._cache, b) for n, b in blobs.items()}))
 
-            async def came(number: int, tier: str) -> None:
+            async def came(file: int, chunk: int, tier: str) -> None:
                 if tier != "origin":
-                    self._metrics.saved.inc(spec.span(number)[1])
-                await _say(lines, f"{number} {tier}")
+                    self._metrics.saved.inc(blobs[file].spec.span(chunk)[1])
+                await _say(lines, f"{file} {chunk} {tier}")
 
-            try:
-                await self._bring(digest, blob, Wish.WORKER, came)
-            except WarmcastError as cause:
-                await _say(lines, f"failed {one_line(cause)}")
-            else:
-                await _say(lines, "end")
+            await self._until_end(lines, self._bring(digest, blobs, Wish.WORKER, came))
         return lines
 
     async def _prefetch(self, request: web.Request) -> web.StreamResponse:
@@ -234,52 +242,79 @@ class Server:
         lines = await _lines(request)
         files = {file.sha256: file for file in manifest.files}
         total, done = sum(file.size for file in files.values()), 0
+
+        async def came(file: int, chunk: int, _tier: str) -> None:
+            nonlocal done
+            done += Spec.of(manifest, manifest.files[file]).span(chunk)[1]
+            await _say(lines, f"{done} {total}")
+
+        async def bring() -> None:
+            for file in files.values():  # one after another: what has come may be evicted meanwhile
+                with self._cache.use(Spec.of(manifest, file)) as blob:
+                    number = manifest.files.index(file)
+                    await self._bring(digest, {number: blob}, Wish.BACKGROUND, came)
+
+        await self._until_end(lines, bring())
+        return lines
+
+    async def _check(self, request: web.Request) -> web.Response:
+        digest = request.match_info["digest"]
+        manifest = await asyncio.to_thread(self._catalogue.manifest, digest, Deadline.after(_CALL))
+
+        def check() -> None:
+            for file in manifest.files:
+                with self._cache.use(Spec.of(manifest, file)) as blob:
+                    for number in set(range(len(file.chunks))) - set(blob.missing()):
+                        blob.check(number)
+
+        task = asyncio.create_task(asyncio.to_thread(check))
+        self._checking.add(task)
+        task.add_done_callback(self._checking.discard)
+        return web.Response(status=202)
+
+    async def _until_end(self, lines: web.StreamResponse, work: Coroutine[Any, Any, None]) -> None:
         try:
-            for sha256 in files:
-                spec = self._catalogue.spec(digest, sha256, Deadline.after(_CALL))
-
-                async def came(number: int, _tier: str, spec: Spec = spec) -> None:
-                    nonlocal done
-                    done += spec.span(number)[1]
-                    await _say(lines, f"{done} {total}")
-
-                with self._cache.use(spec) as blob:
-                    await self._bring(digest, blob, Wish.BACKGROUND, came)
+            await work
         except WarmcastError as cause:
             await _say(lines, f"failed {one_line(cause)}")
         else:
             await _say(lines, "end")
-        return lines
 
     async def _bring(
         self,
         digest: str,
-        blob: Blob,
+        blobs: Mapping[int, Blob],
         wish: Wish,
-        came: Callable[[int, str], Awaitable[None]],
+        came: Callable[[int, int, str], Awaitable[None]],
     ) -> None:
-        """Have all chunks of a blob, some at a time; ``came`` is told of each."""
-        order = iter(await asyncio.to_thread(self._filler.order, blob))
-        running: set[asyncio.Task[tuple[int, str]]] = set()
-        with ExitStack() as stack:
-            stack.callback(lambda: [task.cancel() for task in running])
+        """Have all chunks of some blobs, some at a time; ``came`` is told of each."""
+        orders = await asyncio.to_thread(
+            lambda: [(number, self._filler.order(blob)) for number, blob in blobs.items()]
+        )
+        order = iter([(number, chunk) for number, chunks in orders for chunk in chunks])
+        running: set[asyncio.Task[tuple[int, int, str]]] = set()
+
+        async def one(number: int, chunk: int) -> tuple[int, int, str]:
+            return number, chunk, await self._one(digest, blobs[number], chunk, wish)
+
+        try:
             while True:
-                for number in order:
-                    running.add(asyncio.create_task(self._one(digest, blob, number, wish)))
-                    if len(running) >= _AHEAD:
-                        break
+                for number, chunk in islice(order, _AHEAD - len(running)):
+                    running.add(asyncio.create_task(one(number, chunk)))
                 if not running:
                     return
                 done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
-                    number, tier = task.result()
-                    await came(number, tier)
+                    await came(*task.result())
+        finally:
+            for task in running:
+                task.cancel()
 
-    async def _one(self, digest: str, blob: Blob, number: int, wish: Wish) -> tuple[int, str]:
+    async def _one(self, digest: str, blob: Blob, number: int, wish: Wish) -> str:
         for last in (*[False] * (_TRIES - 1), True):
             with self._filler.wanted(digest, blob, number, wish) as future:
                 try:
-                    return number, await _shared(future)
+                    return await _shared(future)
                 except CacheFull:
                     raise
                 except WarmcastError as cause:
@@ -294,6 +329,22 @@ def _shared(future: Future[str]) -> asyncio.Future[str]:
     mine = asyncio.wrap_future(future)
     mine.add_done_callback(lambda done: done.cancelled() or done.exception())
     return asyncio.shield(mine)
+
+
+def _names(cache: Cache, blob: Blob) -> list[str]:
+    """Where a blob's bytes are when it is whole, and until then."""
+    sha256 = blob.spec.sha256
+    return [str(path.absolute()) for path in (cache.whole(sha256), cache.partial(sha256))]
+
+
+def _numbers(text: str | None, count: int) -> list[int]:
+    """File numbers, ``0,3,7``; all there are for None."""
+    if text is None:
+        return list(range(count))
+    parts = text.split(",")
+    if not all(part.isdecimal() and part.isascii() and int(part) < count for part in parts):
+        raise NotFound("wanted", expected=f"numbers of {count} files", found=repr(text[:64]))
+    return sorted({int(part) for part in parts})
 
 
 async def _lines(request: web.Request) -> web.StreamResponse:

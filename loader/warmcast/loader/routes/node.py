@@ -1,0 +1,268 @@
+"""The node: what its agent has on its disk, or brings there from other nodes or the origin.
+
+The worker reads the cached files as any local ones, each chunk as soon as the agent says that it is
+there. An agent that goes away in the middle costs what it had not brought: that comes from the
+origin, by the same code.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from warmcast.loader.errors import SkeletonMismatch
+from warmcast.loader.node.client import Files, NodeClient, NodeGone
+from warmcast.loader.plan import Targets
+from warmcast.loader.routes import Job, Source
+from warmcast.loader.staging import Staging
+from warmcast.loader.stream import stream
+from warmcast.loader.transports import Span
+from warmcast.manifests.deadline import Deadline
+from warmcast.manifests.errors import (
+    DeadlineExceeded,
+    StoreError,
+    StoreUnreachable,
+    WarmcastError,
+    one_line,
+)
+from warmcast.manifests.manifest import Manifest
+from warmcast.manifests.origin import Origin
+from warmcast.manifests.stores import ObjectReader
+from warmcast.manifests.stores.file_reader import FileReader
+
+log = logging.getLogger("warmcast")
+
+
+def resolve(origin: Origin, node: NodeClient | None, ref: str, deadline: Deadline) -> Manifest:
+    """The manifest that a ref names: by the origin, or where that is away as the node knows it."""
+    if node is None:
+        return origin.resolve(ref, deadline)
+    try:
+        return origin.resolve(ref, deadline.share(0.25))
+    except (StoreUnreachable, DeadlineExceeded) as cause:
+        try:
+            return node.manifest(node.resolve(ref, deadline), deadline)
+        except WarmcastError as other:
+            log.info("nor does the node know %s: %s", ref, other)
+            raise cause from None
+
+
+class NodeRoute:
+    """Read what the node's agent has."""
+
+    name = "node"
+
+    def __init__(self, node: NodeClient, origin: Origin, staging: Staging) -> None:
+        self._node = node
+        self._origin = origin
+        self._staging = staging
+
+    def find(self, job: Job, deadline: Deadline) -> Source:
+        """The agent; raises :class:`NodeGone` if none answers."""
+        if any(placement.entry is None for placement in job.plan.placements):
+            raise SkeletonMismatch("node", expected="containers as deployed", found="changed ones")
+        if not self._node.there(deadline.within(1.0)):
+            raise NodeGone(self._node.url, expected="an answer", found="none")
+        return _NodeSource(self._node, self._origin, job.manifest, self._staging)
+
+
+class _NodeSource:
+    transport: str | None = None
+
+    def __init__(
+        self, node: NodeClient, origin: Origin, manifest: Manifest, staging: Staging
+    ) -> None:
+        self._node = node
+        self._origin = origin
+        self._manifest = manifest
+        self._staging = staging
+        self.name = node.url
+        self.reason = ""
+
+    def fill(self, targets: Targets, deadline: Deadline) -> Span:
+        files = {p.entry.file for p in targets.plan.placements if p.entry is not None}
+        began = time.monotonic()
+        with Arrivals(self._node, self._origin, self._manifest, files, deadline) as blobs:
+            try:
+                stream(blobs, self._manifest, targets, self._staging, deadline)
+            except WarmcastError:
+                blobs.suspect()
+                raise
+            self.reason = blobs.told()
+        return began, time.monotonic()
+
+    def abandon(self) -> None:
+        """Nothing was begun."""
+
+
+class Arrivals:
+    """The blobs of some of a manifest's files, as the agent brings them.
+
+    Takes the place of the origin where blobs are opened. A thread listens to the agent while the
+    context is open.
+    """
+
+    def __init__(
+        self,
+        node: NodeClient,
+        origin: Origin,
+        manifest: Manifest,
+        files: set[str],
+        deadline: Deadline,
+    ) -> None:
+        self.url = node.url
+        self._node = node
+        self._origin = origin
+        self._manifest = manifest
+        self._deadline = deadline
+        self._numbers = [n for n, file in enumerate(manifest.files) if file.path in files]
+        self._of = {manifest.files[n].sha256: n for n in self._numbers}
+        self._there = {n: bytearray(len(manifest.files[n].chunks)) for n in self._numbers}
+        self._names: Mapping[int, Sequence[Path]] = {}
+        self._tiers: Counter[str] = Counter()
+        self._changed = threading.Condition()
+        self._lost: WarmcastError | None = None
+        self._over = False
+        self._files: Files | None = None
+        self._thread = threading.Thread(target=self._listen, name="warmcast-node", daemon=True)
+
+    def __enter__(self) -> Arrivals:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._over = True
+            files = self._files
+        if files is not None:
+            files.end()
+        self._thread.join()
+
+    def open_blob(self, sha256: str, deadline: Deadline) -> ObjectReader:
+        """Open a blob: in the cache, or the origin's if the agent has gone."""
+        number = self._of[sha256]
+        with self._changed:
+            self._wait(lambda: number in self._names, deadline)
+            names = self._names.get(number, ())
+        for name in (*names, *names):  # it may get its last name between the two
+            with suppress(FileNotFoundError):
+                fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
+                return _Reader(self, self._origin, number, sha256, fd, name)
+        if self._lost is None:
+            log.info("%s does not show %s; the origin is read", self.url, sha256[:12])
+        return self._origin.open_blob(sha256, deadline)
+
+    def comes(self, number: int, chunk: int, deadline: Deadline) -> bool:
+        """Wait for a chunk of a file; False if the agent will not bring it."""
+        there = self._there[number]
+        if there[chunk]:
+            return True
+        with self._changed:
+            self._wait(lambda: bool(there[chunk]), deadline)
+        return bool(there[chunk])
+
+    def by_origin(self) -> None:
+        """A chunk was read from the origin, the agent being gone."""
+        with self._changed:
+            self._tiers["origin, past the agent"] += 1
+
+    def suspect(self) -> None:
+        """What came was wrong or did not come: let the agent look at what it has."""
+        try:
+            self._node.check(self._manifest.digest, Deadline.after(1.0))
+        except WarmcastError as cause:
+            log.info("%s is not told to look: %s", self.url, cause)
+
+    def told(self) -> str:
+        """Where the chunks came from."""
+        parts = [f"{count} {tier}" for tier, count in sorted(self._tiers.items())]
+        lost = f"; {one_line(self._lost)}" if self._lost is not None else ""
+        return f"chunks: {', '.join(parts)}{lost}"
+
+    def _wait(self, done: Callable[[], bool], deadline: Deadline) -> None:
+        while not done() and self._lost is None and self._thread.is_alive():
+            deadline.check(f"waiting for the {self.url}")
+            self._changed.wait(min(deadline.remaining(), 0.5))
+
+    def _listen(self) -> None:
+        try:
+            with self._node.files(self._manifest.digest, self._numbers, self._deadline) as files:
+                with self._changed:
+                    self._files = files
+                    if self._over:
+                        return
+                    self._names = files.names
+                    self._changed.notify_all()
+                for file, chunk, tier in files:
+                    with self._changed:
+                        self._there[file][chunk] = 1
+                        self._tiers[tier] += 1
+                        self._changed.notify_all()
+        except WarmcastError as cause:
+            with self._changed:
+                if self._over:
+                    return
+                self._lost = cause
+                self._changed.notify_all()
+            log.warning("what is missing comes from the origin: %s", cause)
+
+
+class _Reader:
+    """Reads a cached file, chunk by chunk as they come. Safe between threads."""
+
+    step = 1 << 20
+    local = True
+
+    def __init__(
+        self,
+        arrivals: Arrivals,
+        origin: Origin,
+        number: int,
+        sha256: str,
+        fd: int,
+        name: Path,
+    ) -> None:
+        manifest = arrivals._manifest
+        self.size = manifest.files[number].size
+        self._chunk_size = manifest.chunk_size
+        self._arrivals = arrivals
+        self._number = number
+        self._sha256 = sha256
+        self._origin = origin
+        self._file = FileReader(
+            fd, str(name), lambda cause: StoreError(str(name), found=cause.strerror or cause)
+        )
+        self._opening = threading.Lock()
+        self._other: ObjectReader | None = None
+
+    def read_into(self, offset: int, buffer: memoryview, deadline: Deadline) -> None:
+        """Fill ``buffer`` with the blob's bytes from ``offset``, which lie in one chunk or more."""
+        view = buffer.cast("B")
+        while len(view):
+            chunk = offset // self._chunk_size
+            length = min(len(view), (chunk + 1) * self._chunk_size - offset)
+            if self._arrivals.comes(self._number, chunk, deadline):
+                self._file.read_into(offset, view[:length], deadline)
+            else:
+                self._from_origin(deadline).read_into(offset, view[:length], deadline)
+                self._arrivals.by_origin()
+            offset += length
+            view = view[length:]
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+        if self._other is not None:
+            self._other.close()
+
+    def _from_origin(self, deadline: Deadline) -> ObjectReader:
+        with self._opening:
+            if self._other is None:
+                self._other = self._origin.open_blob(self._sha256, deadline)
+            return self._other
