@@ -130,18 +130,20 @@ def test_every_byte_is_pulled_once_and_reaches_all(fleet):
 
 
 @modest
-@given(failures)
+@given(fleets | failures)
 def test_no_time_is_below_what_the_rates_allow(fleet):
     found = cold(fleet)
     narrowest = min(fleet.nic_rate, fleet.disk_write_rate)
-    least = max(
+    least = [
         fleet.model_bytes / narrowest,
-        found.busiest_node_sent_bytes / fleet.nic_rate,
-        found.origin_bytes / fleet.origin_rate,
         min(fleet.model_bytes, fleet.chunk_bytes) / fleet.origin_connection_rate,
-    )
-    assert found.bound_seconds == pytest.approx(least, rel=1e-6, abs=1e-9)
-    assert found.seconds_to_last >= least * (1 - 1e-6)
+        fleet.model_bytes / fleet.origin_rate,
+    ]
+    if not fleet.failing:
+        least.append(found.busiest_node_sent_bytes / fleet.nic_rate)
+        assert found.bound_seconds == pytest.approx(max(least), rel=1e-5)
+    assert found.bound_seconds >= max(least) * (1 - 1e-5)
+    assert found.seconds_to_last >= found.bound_seconds * (1 - 1e-5)
     assert found.seconds_to_first >= fleet.model_bytes / narrowest * (1 - 1e-6)
     assert found.seconds_to_first <= found.seconds_to_median <= found.seconds_to_last
 
@@ -191,7 +193,7 @@ def test_no_end_of_a_transfer_gives_more_than_it_has(data):
     found = share(weight, source, target, room.copy(), room.copy(), limit, 64)
     used_there = np.bincount(target, found, minlength=5)
     used_here = np.bincount(source, found * weight, minlength=5)
-    assert (found <= limit).all()
+    assert (found <= limit + 1e-6).all()
     assert (used_here <= room + 1e-6).all()
     assert (used_there <= room + 1e-6).all()
     full = (

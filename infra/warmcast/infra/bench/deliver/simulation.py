@@ -71,8 +71,8 @@ def _cold(fleet: _Fleet) -> Burst:
     sent, received = fleet.sent, float(fleet.sent.sum()) + fleet.origin_bytes
     bounds = {
         "receiving": model / fleet.intake,
-        "the busiest node": float(sent.max()) / settings.nic_rate,
-        "the origin": fleet.origin_bytes / settings.origin_rate,
+        "the busiest node": fleet.needed_of_one / settings.nic_rate,
+        "the origin": fleet.needed_of_origin / settings.origin_rate,
         "an origin connection": min(model, settings.chunk_bytes) / settings.origin_connection_rate,
     }
     bound_by = max(bounds, key=lambda name: bounds[name])
@@ -156,6 +156,9 @@ class _Fleet:
         self.pull_at = np.full(chunks, math.inf)
         self.known_at = np.zeros(chunks)
         self.origin_bytes = 0.0
+        # What the busiest node and the origin had sent when the last replica was there; to nodes
+        # that fail later more may be sent.
+        self.needed_of_one = self.needed_of_origin = 0.0
         self.lost_at = math.inf
         if round(settings.failing * settings.nodes):
             self.lost_at = settings.failing_at * receivers * settings.model_bytes
@@ -359,17 +362,23 @@ class _Fleet:
         whole = pulls[self.sizes[pulls] - self.arrived[pulls] <= _DONE]
         self.origin_bytes += float((self.sizes - self.arrived)[whole].sum())
         self.arrived[whole] = self.sizes[whole]
+        # What a node asks of itself may be there already: then its slot asks once more.
+        while len(over := self._over()):
+            self.serving[over] = False
+            self.left -= np.bincount(self.row[over], minlength=self.groups)
+            self._ask(over, np.full(len(over), self.now))
+        ended = (self.left == 0) & np.isnan(self.finished_at) & (self.members > 0)
+        if ended.any():
+            self.finished_at[ended] = self.now
+            self.needed_of_one = float(self.sent.max())
+            self.needed_of_origin = self.origin_bytes
+
+    def _over(self) -> Indexes:
+        """Slots whose chunk is there."""
         taken = np.flatnonzero(self.chunk != _NONE)
         chunks = self.chunk[taken]
         here = np.where(self.weight[taken] > 0, self.done[taken], self.arrived[chunks])
-        over = taken[self.sizes[chunks] - here <= _DONE]
-        if not len(over):
-            return
-        self.serving[over] = False
-        self.left -= np.bincount(self.row[over], minlength=self.groups)
-        ended = (self.left == 0) & np.isnan(self.finished_at) & (self.members > 0)
-        self.finished_at[ended] = self.now
-        self._ask(over, np.full(len(over), self.now))
+        return taken[self.sizes[chunks] - here <= _DONE]
 
     def _lose_nodes(self) -> None:
         """Nodes fail; their chunks go to those that the ring names without them."""
