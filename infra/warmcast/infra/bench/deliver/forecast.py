@@ -21,10 +21,11 @@ _SECONDS = ("node_round_trip", "origin_round_trip", "detection", "step")
 MOST_NODES = 1 << 16
 
 MODELLED = (
-    "placement by the agents' own ring; each node asks for the chunks in their order from a place "
-    "of its own, up to fetches at a time, and an owner serves in the order of asking, up to "
-    "uploads at a time",
-    "an owner pulls a chunk when it is first asked for, and passes on what has arrived",
+    "placement by the agents' own ring; each node asks for the chunks in their order, from a place "
+    "of its own if rotated, up to fetches at a time",
+    "an owner serves in the order of asking, up to uploads at a time; who asks it waits in line, "
+    "and turns neither to the next owner nor to the origin",
+    "an owner pulls a chunk when it is first asked for",
     "bandwidth is shared evenly at both ends of a transfer; there are no switches between nodes, "
     "no lost packets, no processors and no registry",
     "a node receives no faster than its disk writes; what it sends comes from memory",
@@ -42,9 +43,11 @@ class Settings:
     Raises :class:`UsageError` where they make no sense.
 
     ``replicas``: all asked for at one moment, spread evenly over ``nodes``; those of one node share
-    its fetch. ``fetches``, ``uploads``: how many of each a node has at a time. ``failing``: the
-    share of the nodes that is lost when the fleet has received ``failing_at`` of all that it wants
-    (0: at the start), and is found gone ``detection`` seconds later.
+    its fetch. ``fetches``, ``uploads``: how many of each a node has at a time. ``rotated``: each
+    node begins at a place of its own in the order of the chunks; else all begin at the first.
+    ``pass_on_parts``: an owner passes on a chunk while it comes. ``failing``: the share of the
+    nodes that is lost when the fleet has received ``failing_at`` of all that it wants (0: at the
+    start), and is found gone ``detection`` seconds later.
 
     ``step``: seconds of a step of the simulation; 0 goes from event to event, and None chooses.
     ``groups``: nodes that want the model are simulated one by one up to this number, and beyond it
@@ -64,6 +67,8 @@ class Settings:
     origin_round_trip: float = 20e-3
     fetches: int = 16
     uploads: int = 32
+    rotated: bool = True
+    pass_on_parts: bool = True
     failing: float = 0.0
     failing_at: float = 0.5
     detection: float = 1.0
@@ -194,6 +199,8 @@ def _said(assumptions: Mapping[str, Any]) -> list[str]:
             said.append(f"{words.removesuffix(' bytes')} {nbytes_text(value)}")
         elif name in _SECONDS:
             said.append(f"{words} {value:g} s")
+        elif isinstance(value, bool):
+            said.append(f"{words} {'yes' if value else 'no'}")
         elif isinstance(value, int | float):
             said.append(f"{words} {value:g}")
     return said

@@ -13,6 +13,8 @@ Where it errs:
 - A group asks as one. With n nodes in it an owner may serve n - 1 more than its bound.
 - Pulls from the origin come before what a node receives from other nodes, and take none of the
   places for fetches of an owner that was asked for them.
+- Who is kept waiting waits on, where agents may turn to another owner and, in the end, to the
+  origin: what owners of many chunks cost in time here may cost them bytes of the origin.
 - Nodes are all alike, none is slow, and nothing else uses the network. A fleet with stragglers
   takes longer than this says.
 
@@ -87,7 +89,7 @@ def _cold(fleet: _Fleet) -> Burst:
         busiest_node_sent_bytes=round(sent.max()),
         mean_node_sent_bytes=float(sent.mean()),
         received_bytes=round(received),
-        lost_bytes=round(received - fleet.kept_bytes()),
+        lost_bytes=max(0, round(received - fleet.kept_bytes())),
         bound_seconds=bounds[bound_by],
         bound_by=bound_by,
     )
@@ -139,7 +141,9 @@ class _Fleet:
         self.group[:receivers] = np.arange(receivers) // self.group_size
         self.groups = -(-receivers // self.group_size)
         self.members = np.bincount(self.group[:receivers]).astype(np.float64)
-        self.start = np.arange(self.groups) * self.group_size * chunks // receivers
+        self.start = np.zeros(self.groups, dtype=np.intp)
+        if settings.rotated:
+            self.start = np.arange(self.groups) * self.group_size * chunks // receivers
         self.left = np.full(self.groups, chunks)
         self.finished_at = np.full(self.groups, math.nan)
 
@@ -280,7 +284,10 @@ class _Fleet:
 
         slots = np.flatnonzero(self.serving)
         chunks = self.chunk[slots]
-        behind = self.arrived[chunks] - self.done[slots]
+        held = self.arrived
+        if not settings.pass_on_parts:
+            held, coming = np.where(held < self.sizes, 0.0, held), np.zeros(settings.chunks)
+        behind = held[chunks] - self.done[slots]
         if step:
             limit = np.minimum(coming[chunks] + behind / step, settings.nic_rate)
         else:
