@@ -67,7 +67,7 @@ class Pipeline(nn.Module):
 def test_grey_frame(publish, loader, how, scope):
     """What a module filled itself is not wiped, and not waited for.
 
-    Guards: a skeleton sends only uninitialised memory to meta (skeleton.py), ``modules`` limits
+    Guards: a skeleton sends only uninitialised memory to meta (skeletons.py), ``modules`` limits
     what is replaced (containers.py), and ``keep`` leaves alone the rest.
     """
     source = filled(Encoder()).state_dict()

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import NotFound, StoreError, StoreUnreachable
@@ -114,6 +114,11 @@ class NodeClient:
         numbers = ",".join(map(str, wanted))
         with self._asked(f"/files/{digest}?wanted={numbers}", deadline) as answer:
             yield Files(answer, self._lines(answer, deadline))
+
+    def others(self, digest: str, deadline: Deadline) -> Mapping[str, Any]:
+        """Agents to ask for chunks should this one go: ``addresses``, and a ``token`` for them."""
+        told: Mapping[str, Any] = json.loads(self._read(f"/others/{digest}", deadline))
+        return told
 
     def check(self, digest: str, deadline: Deadline) -> None:
         """Have the agent look whether the bytes of a manifest's files are what they should be."""

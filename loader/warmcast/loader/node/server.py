@@ -2,7 +2,9 @@
 
 For nodes, with a token that names a manifest (see :mod:`tokens`):
 
-    GET /chunks/<sha256>/<number>   200 the chunk; 202 it is on its way, ask again; 503 busy
+    GET /chunks/<sha256>/<number>   200 the chunk, or ``?begin=&length=`` of it; 202 it is on its
+                                    way, ask again; 503 busy. A header ``Warmcast-Ring`` has it
+                                    looked for on the ring too: a worker asks, whose agent has gone
     GET /manifests/<digest>         200 the manifest; 404
 
 For whoever looks after the agent: ``/healthz``, ``/readyz``, ``/metrics``.
@@ -15,6 +17,8 @@ For workers, who are let in by the socket's permissions:
                                     their numbers, all without it): first a JSON object with the
                                     names of each one's blob, then ``<file> <chunk> <tier>`` each,
                                     then ``end``, or ``failed <why>``
+    GET /others/<manifest>          whom to ask for chunks should this agent go: a JSON object with
+                                    ``addresses``, and a ``token`` for them
     GET /check/<manifest>           202; every chunk of it that is there is checked
     GET /prefetch/<manifest>        lines: ``<bytes there> <bytes in all>``, then ``end`` or
                                     ``failed <why>``
@@ -29,6 +33,7 @@ import asyncio
 import json
 import logging
 import os
+import random
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
@@ -42,7 +47,7 @@ from warmcast.loader.node.catalogue import Catalogue
 from warmcast.loader.node.fill import Filler, Wish
 from warmcast.loader.node.membership import Membership
 from warmcast.loader.node.metrics import Metrics
-from warmcast.loader.node.tokens import Fleet, NotAllowed
+from warmcast.loader.node.tokens import LONGEST, Fleet, NotAllowed
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import NotFound, WarmcastError, one_line
 
@@ -57,6 +62,9 @@ _ON_ITS_WAY = 1.5
 _CALL = 30.0
 _AHEAD = 64
 """Chunks that are wanted at a time for one worker."""
+
+_OTHERS = 8
+"""Agents that a worker is told of."""
 
 _TRIES = 3
 _SHA = "[0-9a-f]{64}"
@@ -113,6 +121,7 @@ class Server:
         app.router.add_get(r"/refs/{ref:.{1,512}}", self._ref)
         app.router.add_get(rf"/manifests/{{digest:{_SHA}}}", self._manifest)
         app.router.add_get(rf"/files/{{digest:{_SHA}}}", self._files)
+        app.router.add_get(rf"/others/{{digest:{_SHA}}}", self._others)
         app.router.add_get(rf"/check/{{digest:{_SHA}}}", self._check)
         app.router.add_get(rf"/prefetch/{{digest:{_SHA}}}", self._prefetch)
         return app
@@ -168,27 +177,28 @@ class Server:
             with self._cache.use(spec) as blob:
                 check = "Warmcast-Check" in request.headers
                 there = await asyncio.to_thread(blob.check if check else blob.has, number)
-                if not there and not await self._came(digest, blob, number):
-                    return self._not_yet(sha256, number)
+                wish = Wish.WORKER if "Warmcast-Ring" in request.headers else Wish.NODE
+                if not there and not await self._came(digest, blob, number, wish):
+                    return self._not_yet(sha256, number, wish)
                 return await self._send(request, blob, number)
         finally:
             self._uploads -= 1
 
-    async def _came(self, digest: str, blob: Blob, number: int) -> bool:
+    async def _came(self, digest: str, blob: Blob, number: int, wish: Wish) -> bool:
         """Have a chunk fetched; whether it has come."""
-        with self._filler.wanted(digest, blob, number, Wish.NODE) as future:
+        with self._filler.wanted(digest, blob, number, wish) as future:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(_shared(future), _ON_ITS_WAY)
                 return True
             return False
 
-    def _not_yet(self, sha256: str, number: int) -> web.Response:
-        # Who asks the ring for it may be asking him who asks here.
-        busy = self._filler.asks_the_ring(sha256, number)
+    def _not_yet(self, sha256: str, number: int, wish: Wish) -> web.Response:
+        # Who asks the ring for it may be asking the one who asks here.
+        busy = wish is Wish.NODE and self._filler.asks_the_ring(sha256, number)
         return web.Response(status=503 if busy else 202, headers={"Retry-After": "0"})
 
     async def _send(self, request: web.Request, blob: Blob, number: int) -> web.StreamResponse:
-        begin, length = blob.spec.span(number)
+        begin, length = _part(request, *blob.spec.span(number))
         response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
         response.content_length = length
         await response.prepare(request)
@@ -226,7 +236,8 @@ class Server:
             }
             stack.enter_context(self._filler.foreground())
             lines = await _lines(request)
-            await _say(lines, json.dumps({n: _names(self._cache, b) for n, b in blobs.items()}))
+            names = {number: _names(self._cache, blob) for number, blob in blobs.items()}
+            await _say(lines, json.dumps(names))
 
             async def came(file: int, chunk: int, tier: str) -> None:
                 if tier != "origin":
@@ -235,6 +246,17 @@ class Server:
 
             await self._until_end(lines, self._bring(digest, blobs, Wish.WORKER, came))
         return lines
+
+    async def _others(self, request: web.Request) -> web.Response:
+        nodes = [n for n in self._membership.ring.nodes if n != self._membership.node]
+        chosen = random.sample(nodes, min(_OTHERS, len(nodes)))
+        addresses = [self._membership.address(node) for node in chosen]
+        return web.json_response(
+            {
+                "addresses": [address for address in addresses if address is not None],
+                "token": self._fleet.token(request.match_info["digest"], LONGEST),
+            }
+        )
 
     async def _prefetch(self, request: web.Request) -> web.StreamResponse:
         digest = request.match_info["digest"]
@@ -329,6 +351,19 @@ def _shared(future: Future[str]) -> asyncio.Future[str]:
     mine = asyncio.wrap_future(future)
     mine.add_done_callback(lambda done: done.cancelled() or done.exception())
     return asyncio.shield(mine)
+
+
+def _part(request: web.Request, begin: int, length: int) -> tuple[int, int]:
+    """Where the bytes of a chunk begin that are asked for, and how many they are."""
+    query = request.query
+    if "begin" not in query and "length" not in query:
+        return begin, length
+    given = [query.get(name, "") for name in ("begin", "length")]
+    if all(text.isdecimal() and text.isascii() and len(text) < 12 for text in given):
+        first, count = map(int, given)
+        if count and first + count <= length:
+            return begin + first, count
+    raise NotFound("part", expected=f"bytes of a chunk of {length}", found=" ".join(given)[:64])
 
 
 def _names(cache: Cache, blob: Blob) -> list[str]:

@@ -21,7 +21,10 @@ from pathlib import Path
 from warmcast.manifests.errors import UsageError, WarmcastError
 
 LIFETIME = 300.0
-"""Seconds that a token is good for."""
+"""Seconds that a node's token is good for."""
+
+LONGEST = 3600.0
+"""Seconds that any token may be good for: as long as a worker's load."""
 
 LEEWAY = 60.0
 """Seconds that two nodes' clocks may differ by."""
@@ -55,9 +58,9 @@ class Fleet:
         except OSError as cause:
             raise UsageError(f"the fleet's key {path}", expected="a file", found=cause) from None
 
-    def token(self, manifest: str) -> str:
-        """A token for a manifest's chunks, good from now on."""
-        said = f"w1.{manifest}.{int(time.time() + LIFETIME)}"
+    def token(self, manifest: str, lifetime: float = LIFETIME) -> str:
+        """A token for a manifest's chunks, good for ``lifetime`` seconds from now on."""
+        said = f"w1.{manifest}.{int(time.time() + min(lifetime, LONGEST))}"
         return f"{said}.{self._signature(said)}"
 
     def check(self, token: str) -> str:
@@ -69,10 +72,10 @@ class Fleet:
         if not hmac.compare_digest(signature, self._signature(said)):
             raise NotAllowed("token", expected="the signature of this fleet", found="another")
         now = time.time()
-        if not now - LEEWAY <= int(expiry) <= now + LIFETIME + LEEWAY:
+        if not now - LEEWAY <= int(expiry) <= now + LONGEST + LEEWAY:
             raise NotAllowed(
                 "token",
-                expected=f"an expiry within {LIFETIME:.0f} s",
+                expected=f"an expiry within {LONGEST:.0f} s",
                 found=f"{int(expiry) - now:+.0f} s from now",
                 do="compare the nodes' clocks",
             )

@@ -1,8 +1,8 @@
 """The node: what its agent has on its disk, or brings there from other nodes or the origin.
 
 The worker reads the cached files as any local ones, each chunk as soon as the agent says that it is
-there. An agent that goes away in the middle costs what it had not brought: that comes from the
-origin, by the same code.
+there. What an agent that goes away in the middle has not brought comes through those of other
+nodes, which it named, so that the origin is spared; and from the origin where they do not answer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from warmcast.loader.errors import SkeletonMismatch
-from warmcast.loader.node.client import Files, NodeClient, NodeGone
+from warmcast.loader.node.client import Files, NodeClient
+from warmcast.loader.node.others import Others
 from warmcast.loader.plan import Targets
 from warmcast.loader.routes import Job, Source
 from warmcast.loader.staging import Staging
@@ -37,6 +38,9 @@ from warmcast.manifests.stores import ObjectReader
 from warmcast.manifests.stores.file_reader import FileReader
 
 log = logging.getLogger("warmcast")
+
+_ANSWER = 2.0
+"""Seconds that an agent has for its first answer."""
 
 
 def resolve(origin: Origin, node: NodeClient | None, ref: str, deadline: Deadline) -> Manifest:
@@ -67,18 +71,28 @@ class NodeRoute:
         """The agent; raises :class:`NodeGone` if none answers."""
         if any(placement.entry is None for placement in job.plan.placements):
             raise SkeletonMismatch("node", expected="containers as deployed", found="changed ones")
-        if not self._node.there(deadline.within(1.0)):
-            raise NodeGone(self._node.url, expected="an answer", found="none")
-        return _NodeSource(self._node, self._origin, job.manifest, self._staging)
+        others = others_of(self._node, job.manifest, deadline)
+        return _NodeSource(self._node, others, self._origin, job.manifest, self._staging)
+
+
+def others_of(node: NodeClient, manifest: Manifest, deadline: Deadline) -> Others | None:
+    """Whom to ask for a manifest's chunks should the agent go. Raises :class:`NodeGone`."""
+    return Others.of(node.others(manifest.digest, deadline.within(_ANSWER)))
 
 
 class _NodeSource:
     transport: str | None = None
 
     def __init__(
-        self, node: NodeClient, origin: Origin, manifest: Manifest, staging: Staging
+        self,
+        node: NodeClient,
+        others: Others | None,
+        origin: Origin,
+        manifest: Manifest,
+        staging: Staging,
     ) -> None:
         self._node = node
+        self._others = others
         self._origin = origin
         self._manifest = manifest
         self._staging = staging
@@ -88,7 +102,9 @@ class _NodeSource:
     def fill(self, targets: Targets, deadline: Deadline) -> Span:
         files = {p.entry.file for p in targets.plan.placements if p.entry is not None}
         began = time.monotonic()
-        with Arrivals(self._node, self._origin, self._manifest, files, deadline) as blobs:
+        with Arrivals(
+            self._node, self._others, self._origin, self._manifest, files, deadline
+        ) as blobs:
             try:
                 stream(blobs, self._manifest, targets, self._staging, deadline)
             except WarmcastError:
@@ -111,6 +127,7 @@ class Arrivals:
     def __init__(
         self,
         node: NodeClient,
+        others: Others | None,
         origin: Origin,
         manifest: Manifest,
         files: set[str],
@@ -118,6 +135,7 @@ class Arrivals:
     ) -> None:
         self.url = node.url
         self._node = node
+        self._others = others
         self._origin = origin
         self._manifest = manifest
         self._deadline = deadline
@@ -143,6 +161,8 @@ class Arrivals:
         if files is not None:
             files.end()
         self._thread.join()
+        if self._others is not None:
+            self._others.close()
 
     def open_blob(self, sha256: str, deadline: Deadline) -> ObjectReader:
         """Open a blob: in the cache, or the origin's if the agent has gone."""
@@ -154,9 +174,8 @@ class Arrivals:
             with suppress(FileNotFoundError):
                 fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
                 return _Reader(self, self._origin, number, sha256, fd, name)
-        if self._lost is None:
-            log.info("%s does not show %s; the origin is read", self.url, sha256[:12])
-        return self._origin.open_blob(sha256, deadline)
+        log.info("%s does not show %s", self.url, sha256[:12])
+        return _Reader(self, self._origin, number, sha256, None, Path(sha256))
 
     def comes(self, number: int, chunk: int, deadline: Deadline) -> bool:
         """Wait for a chunk of a file; False if the agent will not bring it."""
@@ -167,10 +186,23 @@ class Arrivals:
             self._wait(lambda: bool(there[chunk]), deadline)
         return bool(there[chunk])
 
-    def by_origin(self) -> None:
-        """A chunk was read from the origin, the agent being gone."""
-        with self._changed:
-            self._tiers["origin, past the agent"] += 1
+    def past_the_agent(
+        self, number: int, chunk: int, begin: int, view: memoryview, deadline: Deadline
+    ) -> bool:
+        """Fill ``view`` with a chunk's bytes from ``begin`` through another node's agent; whether
+        that could be done.
+        """
+        sha256 = self._manifest.files[number].sha256
+        others = self._others
+        came = others is not None and others.read_into(sha256, chunk, begin, view, deadline)
+        self._count("other agents" if came else "origin", begin)
+        return came
+
+    def _count(self, whom: str, begin: int) -> None:
+        """Count a chunk that did not come through the agent, at its first byte."""
+        if not begin:
+            with self._changed:
+                self._tiers[f"{whom}, past the agent"] += 1
 
     def suspect(self) -> None:
         """What came was wrong or did not come: let the agent look at what it has."""
@@ -179,8 +211,14 @@ class Arrivals:
         except WarmcastError as cause:
             log.info("%s is not told to look: %s", self.url, cause)
 
+    @property
+    def tiers(self) -> Mapping[str, int]:
+        """How many chunks came from where, so far."""
+        with self._changed:
+            return dict(self._tiers)
+
     def told(self) -> str:
-        """Where the chunks came from."""
+        """Where the chunks came from, in words."""
         parts = [f"{count} {tier}" for tier, count in sorted(self._tiers.items())]
         lost = f"; {one_line(self._lost)}" if self._lost is not None else ""
         return f"chunks: {', '.join(parts)}{lost}"
@@ -225,7 +263,7 @@ class _Reader:
         origin: Origin,
         number: int,
         sha256: str,
-        fd: int,
+        fd: int | None,
         name: Path,
     ) -> None:
         manifest = arrivals._manifest
@@ -235,9 +273,11 @@ class _Reader:
         self._number = number
         self._sha256 = sha256
         self._origin = origin
-        self._file = FileReader(
-            fd, str(name), lambda cause: StoreError(str(name), found=cause.strerror or cause)
-        )
+        self._file: FileReader | None = None
+        if fd is not None:
+            self._file = FileReader(
+                fd, str(name), lambda cause: StoreError(str(name), found=cause.strerror or cause)
+            )
         self._opening = threading.Lock()
         self._other: ObjectReader | None = None
 
@@ -247,17 +287,19 @@ class _Reader:
         while len(view):
             chunk = offset // self._chunk_size
             length = min(len(view), (chunk + 1) * self._chunk_size - offset)
-            if self._arrivals.comes(self._number, chunk, deadline):
-                self._file.read_into(offset, view[:length], deadline)
-            else:
-                self._from_origin(deadline).read_into(offset, view[:length], deadline)
-                self._arrivals.by_origin()
+            begin = offset - chunk * self._chunk_size
+            piece = view[:length]
+            if self._file is not None and self._arrivals.comes(self._number, chunk, deadline):
+                self._file.read_into(offset, piece, deadline)
+            elif not self._arrivals.past_the_agent(self._number, chunk, begin, piece, deadline):
+                self._from_origin(deadline).read_into(offset, piece, deadline)
             offset += length
             view = view[length:]
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
         if self._other is not None:
             self._other.close()
 

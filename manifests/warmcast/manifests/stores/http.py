@@ -251,9 +251,7 @@ def read_all(
             raise StoreError(what, expected=f"{limit} bytes at most", found="more")
 
 
-def _limit(
-    response: urllib3.BaseHTTPResponse, deadline: Deadline, idle: float = IDLE
-) -> None:
+def _limit(response: urllib3.BaseHTTPResponse, deadline: Deadline, idle: float = IDLE) -> None:
     """Let the next bytes take no longer than the deadline allows.
 
     This binds one ``recv``, so bodies are read by ``read1``: ``read`` and ``readinto`` go on until

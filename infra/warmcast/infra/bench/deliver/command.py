@@ -29,6 +29,9 @@ def deliver(
     failing_at: Annotated[
         float, typer.Option(help="How much of all has arrived when they fail; 0: at the start.")
     ] = _FAILING_AT,
+    kill: Annotated[
+        int, typer.Option(help="Agents that are killed in the middle of the cold burst.")
+    ] = 0,
     deadline: Annotated[
         float, typer.Option(help="Seconds after which the benchmark gives up.")
     ] = DEADLINE,
@@ -44,6 +47,8 @@ def deliver(
     }.items():
         if not value > 0:
             raise UsageError(option, expected="more than 0", found=value)
+    if kill and simulate:
+        raise UsageError("--kill", expected="no --simulate with it", found="--simulate")
     if failing and not simulate:
         raise UsageError("--failing", expected="--simulate with it", found="none")
 
@@ -68,7 +73,7 @@ def deliver(
     from warmcast.infra.bench.deliver.burst import run
 
     with ended_by_sigterm():
-        result = run(nodes=nodes, replicas=replicas, size=nbytes, deadline=limit)
+        result = run(nodes=nodes, replicas=replicas, size=nbytes, deadline=limit, kill=kill)
     result.print()
     if json_file is not None:
         record.write(result.record(), json_file)
