@@ -10,6 +10,7 @@ anybody does, and keeps to a rate.
 
 from __future__ import annotations
 
+import bisect
 import enum
 import heapq
 import itertools
@@ -36,8 +37,13 @@ from warmcast.manifests.stores import ObjectReader
 
 log = logging.getLogger("warmcast")
 
-OWNERS = 3
-"""Nodes that are asked for a chunk, one after another, before the origin is."""
+OWNERS = 8
+"""Nodes that a chunk may be looked for at, in this order: enough to find one there when half of
+them are gone, for then all find the same one.
+"""
+
+_ASKED = 4
+"""Nodes that may fail to give a chunk before the origin is asked."""
 
 _PATIENCE = 120.0
 """Seconds that one chunk may take, from wherever it comes."""
@@ -174,11 +180,14 @@ class Filler:
 
     def order(self, blob: Blob) -> list[int]:
         """The chunks of a blob in the order in which they are best wanted: a node's own first, for
-        others wait for those; then as they lie.
+        others wait for those; then round from a place of its own, or all would ask the same owners
+        at once.
         """
         owners = self._owners_of(blob.spec)
-        me = self._membership.node
-        return sorted(range(len(owners)), key=lambda n: (owners[n][:1] != (me,), n))
+        ring, me = self._membership.ring, self._membership.node
+        count = len(owners)
+        first = count * bisect.bisect(ring.nodes, me) // max(1, len(ring.nodes))
+        return sorted(range(count), key=lambda n: (owners[n][:1] != (me,), (n - first) % count))
 
     def close(self) -> None:
         """End the threads; who waits is told."""
@@ -264,8 +273,9 @@ class Filler:
 
     def _from_ring(self, job: _Job, buffer: memoryview, deadline: Deadline) -> bool:
         owners = self._owners_of(job.blob.spec)[job.number]
+        failed = 0
         for node in owners:
-            if node == self._membership.node:
+            if node == self._membership.node or failed == _ASKED:
                 return False
             address = self._membership.address(node)
             if address is None or self._peers.passed_by(node):
@@ -276,9 +286,11 @@ class Filler:
                 return True
             except NodeBusy as cause:
                 log.info("%s: %s", node, cause)
+                failed += 1
             except NodeFailed as cause:
                 self._metrics.errors.labels("NodeFailed").inc()
                 self._peers.blame(node, cause)
+                failed += 1
             finally:
                 job.by_ring = False
         return False

@@ -403,5 +403,7 @@ async def _explained(request: web.Request, handler: Handler) -> web.StreamRespon
         return web.Response(status=404, text=f"{one_line(cause)}\n")
     except CacheFull as cause:
         return web.Response(status=507, text=f"{one_line(cause)}\n")
+    except ConnectionError:  # whoever asked has gone
+        return web.Response(status=400)
     except WarmcastError as cause:
         return web.Response(status=502, text=f"{one_line(cause)}\n")

@@ -4,6 +4,7 @@ First it deploys the model that the JSON names to the origin; then, for each num
 it brings the model to replicas on the nodes from that number on, all at once, each in a thread, by
 the code with which a worker reads from its node: chunks as the agent says that they are there, past
 it where it has gone. Each chunk is checked.
+None goes on before each has met its agent: one that comes when its agent is gone reads the origin.
 A replica holds nothing: fifty models would not fit into one machine's memory.
 """
 
@@ -20,6 +21,7 @@ from typing import Any
 
 from warmcast.infra.demo.channel import Channel, serve
 from warmcast.loader.node.client import NodeClient
+from warmcast.loader.node.others import Others
 from warmcast.loader.routes.node import Arrivals, others_of
 from warmcast.manifests.checksum import crc32c, to_hex
 from warmcast.manifests.deadline import Deadline
@@ -60,14 +62,18 @@ def _burst(
     seconds: list[float] = []
     errors: list[str] = []
     tiers: Counter[str] = Counter()
+    begun = threading.Barrier(replicas)
     began = time.monotonic()
 
     def replica(number: int) -> None:
         node = NodeClient(Path(sockets[number % len(sockets)]))
         try:
-            tiers.update(_read(node, origin, manifest, deadline))
+            others = others_of(node, manifest, deadline)
+            begun.wait(deadline.remaining())
+            tiers.update(_read(node, others, origin, manifest, deadline))
             seconds.append(time.monotonic() - began)
-        except WarmcastError as cause:
+        except (WarmcastError, threading.BrokenBarrierError) as cause:
+            begun.abort()
             errors.append(str(cause))
 
     threads = [threading.Thread(target=replica, args=(number,)) for number in range(replicas)]
@@ -79,12 +85,15 @@ def _burst(
 
 
 def _read(
-    node: NodeClient, origin: Origin, manifest: Manifest, deadline: Deadline
+    node: NodeClient,
+    others: Others | None,
+    origin: Origin,
+    manifest: Manifest,
+    deadline: Deadline,
 ) -> Mapping[str, int]:
     """Read every chunk as a worker of the node does, and check it; where the chunks came from."""
     paths = {file.path for file in manifest.files}
     buffer = memoryview(bytearray(manifest.chunk_size))
-    others = others_of(node, manifest, deadline)
     with Arrivals(node, others, origin, manifest, paths, deadline) as blobs:
         for file in manifest.files:
             reader = blobs.open_blob(file.sha256, deadline)
