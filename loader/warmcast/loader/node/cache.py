@@ -105,6 +105,10 @@ class Blob:
             return False
         return bool(self._checked[number]) or self.check(number)
 
+    def known(self, number: int) -> bool:
+        """Whether a chunk is there and was found right since the start; nothing is read."""
+        return bool(self._there[number] and self._checked[number])
+
     def missing(self) -> list[int]:
         """The chunks that are not there, whatever those that are may turn out to be."""
         return [number for number, there in enumerate(self._there) if not there]

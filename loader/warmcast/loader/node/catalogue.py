@@ -14,6 +14,7 @@ import time
 from collections import OrderedDict
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeAlias
 
 from warmcast.loader.errors import PeerError
 from warmcast.loader.node.cache import Spec
@@ -33,6 +34,9 @@ _KEPT = 16
 _ASKED = 5
 _AWAY = (StoreUnreachable, DeadlineExceeded)
 
+_Entry: TypeAlias = tuple[Manifest, dict[str, FileEntry]]
+"""A manifest, and its files by the SHA-256 of their blobs."""
+
 
 class Catalogue:
     """What is in the manifests. Safe between threads."""
@@ -44,7 +48,7 @@ class Catalogue:
         self._membership = membership
         self._peers = peers
         self._lock = threading.Lock()
-        self._known: OrderedDict[str, tuple[Manifest, dict[str, FileEntry]]] = OrderedDict()
+        self._known: OrderedDict[str, _Entry] = OrderedDict()
 
     def manifest(self, digest: str, deadline: Deadline) -> Manifest:
         """The manifest of a digest. Raises :class:`NotFound` and what the origin raises."""
@@ -52,11 +56,12 @@ class Catalogue:
 
     def spec(self, digest: str, sha256: str, deadline: Deadline) -> Spec:
         """What a blob is that a manifest lists. Raises :class:`NotFound` for one it does not."""
-        manifest, files = self._entry(digest, deadline)
-        file = files.get(sha256)
-        if file is None:
-            raise NotFound(f"blob {sha256}", expected=f"one of manifest {digest}", found="another")
-        return Spec.of(manifest, file)
+        return _spec(self._entry(digest, deadline), sha256)
+
+    def known_spec(self, digest: str, sha256: str) -> Spec | None:
+        """The same of a manifest that is in memory, and at once; None for another."""
+        entry = self._remembered(digest)
+        return None if entry is None else _spec(entry, sha256)
 
     def known(self, digest: str) -> bytes | None:
         """The bytes of a manifest, if this node has it."""
@@ -80,12 +85,17 @@ class Catalogue:
         self._write(file, json.dumps({"manifest": digest, "at": time.time()}).encode())
         return digest
 
-    def _entry(self, digest: str, deadline: Deadline) -> tuple[Manifest, dict[str, FileEntry]]:
+    def _remembered(self, digest: str) -> _Entry | None:
         with self._lock:
             entry = self._known.get(digest)
             if entry is not None:
                 self._known.move_to_end(digest)
-                return entry
+            return entry
+
+    def _entry(self, digest: str, deadline: Deadline) -> _Entry:
+        entry = self._remembered(digest)
+        if entry is not None:
+            return entry
         manifest = self._read(digest, deadline)
         with self._lock:
             entry = manifest, {file.sha256: file for file in manifest.files}
@@ -135,3 +145,13 @@ class Catalogue:
             log.warning("%s is not kept: %s", file.name, cause)
             with suppress(OSError):
                 name.unlink(missing_ok=True)
+
+
+def _spec(entry: _Entry, sha256: str) -> Spec:
+    manifest, files = entry
+    file = files.get(sha256)
+    if file is None:
+        raise NotFound(
+            f"blob {sha256}", expected=f"one of manifest {manifest.digest}", found="another"
+        )
+    return Spec.of(manifest, file)

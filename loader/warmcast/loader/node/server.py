@@ -160,13 +160,7 @@ class Server:
     async def _chunk(self, request: web.Request) -> web.StreamResponse:
         digest = self._allowed(request)
         sha256, number = request.match_info["sha256"], int(request.match_info["number"])
-        try:
-            spec = await asyncio.to_thread(
-                self._catalogue.spec, digest, sha256, Deadline.after(_CALL)
-            )
-        except NotFound as cause:
-            self._metrics.refused.inc()
-            raise NotAllowed(f"blob {sha256}", expected="one that the manifest lists") from cause
+        spec = await self._spec(digest, sha256)
         if number >= len(spec.crcs):
             raise NotFound(f"chunk {number}", expected=f"{len(spec.crcs)} chunks")
         if self._uploads >= UPLOADS:
@@ -175,14 +169,32 @@ class Server:
         self._uploads += 1
         try:
             with self._cache.use(spec) as blob:
-                check = "Warmcast-Check" in request.headers
-                there = await asyncio.to_thread(blob.check if check else blob.has, number)
+                there = await self._there(blob, number, check="Warmcast-Check" in request.headers)
                 wish = Wish.WORKER if "Warmcast-Ring" in request.headers else Wish.NODE
                 if not there and not await self._came(digest, blob, number, wish):
                     return self._not_yet(sha256, number, wish)
                 return await self._send(request, blob, number)
         finally:
             self._uploads -= 1
+
+    # What is known is told without a thread: the way there and back costs more than the answer.
+
+    async def _spec(self, digest: str, sha256: str) -> Spec:
+        try:
+            spec = self._catalogue.known_spec(digest, sha256)
+            if spec is None:
+                spec = await asyncio.to_thread(
+                    self._catalogue.spec, digest, sha256, Deadline.after(_CALL)
+                )
+            return spec
+        except NotFound as cause:
+            self._metrics.refused.inc()
+            raise NotAllowed(f"blob {sha256}", expected="one that the manifest lists") from cause
+
+    async def _there(self, blob: Blob, number: int, *, check: bool) -> bool:
+        if check:
+            return await asyncio.to_thread(blob.check, number)
+        return blob.known(number) or await asyncio.to_thread(blob.has, number)
 
     async def _came(self, digest: str, blob: Blob, number: int, wish: Wish) -> bool:
         """Have a chunk fetched; whether it has come."""
