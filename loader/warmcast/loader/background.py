@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -15,7 +16,7 @@ from warmcast.loader.order import keep_order, known_order
 from warmcast.loader.plan import Targets
 from warmcast.loader.progressive import Gate, Guard
 from warmcast.loader.staging import Staging
-from warmcast.loader.stream import stream
+from warmcast.loader.stream import BlobSource, stream
 from warmcast.loader.verify import Verified, verify
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import WarmcastError
@@ -27,7 +28,8 @@ log = logging.getLogger("warmcast")
 
 
 class Background:
-    """Brings one model's weights from the origin and verifies them, in a thread of its own.
+    """Brings one model's weights from where ``blobs`` opens them, and verifies them, in a thread of
+    its own.
 
     ``targets`` are in the model already; ``undo`` takes them out again if the load fails. The
     owner ends it with :meth:`cancel`.
@@ -38,6 +40,7 @@ class Background:
         model: nn.Module,
         roots: Sequence[nn.Module],
         origin: Origin,
+        blobs: Callable[[], AbstractContextManager[BlobSource]],
         staging: Staging,
         manifest: Manifest,
         targets: Targets,
@@ -49,7 +52,7 @@ class Background:
         self._gate = Gate([p.truth.nbytes for p in targets.plan.placements], deadline)
         self._guard = Guard(model, roots, targets.sites(), self._gate)
         self._work: Callable[[], Verified] | None = partial(
-            self._bring, origin, staging, manifest, targets, deadline
+            self._bring, origin, blobs, staging, manifest, targets, deadline
         )
         self._undo: Callable[[], None] | None = undo
         self._device = targets.tensors[0].device if targets.tensors else torch.device("cpu")
@@ -95,22 +98,24 @@ class Background:
     def _bring(
         self,
         origin: Origin,
+        blobs: Callable[[], AbstractContextManager[BlobSource]],
         staging: Staging,
         manifest: Manifest,
         targets: Targets,
         deadline: Deadline,
     ) -> Verified:
-        stream(
-            origin,
-            manifest,
-            targets,
-            staging,
-            deadline,
-            order=self._order,
-            arrived=self._gate.arrive,
-            stop=self._stop,
-        )
-        verified = verify(targets.pairs(), deadline)
+        with blobs() as source:
+            stream(
+                source,
+                manifest,
+                targets,
+                staging,
+                deadline,
+                order=self._order,
+                arrived=self._gate.arrive,
+                stop=self._stop,
+            )
+            verified = verify(targets.pairs(), deadline)
         if self._guard.through:
             seen = self._guard.order
             keep_order(origin, manifest, self._names, self._order, seen, deadline)

@@ -4,7 +4,7 @@
     2. the containers match the manifest for this rank, exactly
     3. peer: a sender is registered -> handshake -> transfer -> verify
     4. nobody has it, but somebody is loading it (a lease) -> wait, bounded, and become a receiver
-    5. origin -> stream to the device, verify
+    5. storage: the node's agent, the origin -> stream to the device, verify
     6. the weights go into the model; a change is applied, and its truth published
 
 Every branch is a vote of the group, so all ranks walk one path. The model is touched only in 6,
@@ -19,10 +19,9 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -41,6 +40,7 @@ from warmcast.loader.errors import (
     TransportUnusable,
     WeightVerificationError,
 )
+from warmcast.loader.filling import Filled, Filling
 from warmcast.loader.node.client import NodeClient
 from warmcast.loader.plan import Plan, Targets, make_plan, plan_changed
 from warmcast.loader.quorum import Group
@@ -48,12 +48,12 @@ from warmcast.loader.ready import Installation, Served
 from warmcast.loader.registry import BEAT, EXPIRY, Lease, Registry
 from warmcast.loader.report import LoadReport, Note
 from warmcast.loader.routes import Job, Source
-from warmcast.loader.routes.node import NodeRoute, resolve
-from warmcast.loader.routes.origin import OriginRoute
+from warmcast.loader.routes.node import resolve
 from warmcast.loader.routes.peer import NoSender, PeerRoute
-from warmcast.loader.stages import Outcome, Stages
+from warmcast.loader.stages import Stages
 from warmcast.loader.staging import Staging
-from warmcast.loader.verify import Verified, verify
+from warmcast.loader.storage import Storage
+from warmcast.loader.verify import Verified
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import WarmcastError
 from warmcast.manifests.identity import Identity, Mesh
@@ -61,7 +61,6 @@ from warmcast.manifests.manifest import Manifest
 from warmcast.manifests.origin import Origin
 
 PEER_SHARE = 0.5
-_NODE_SHARE = 0.8
 """The part of the time left that finding, waiting for and receiving from peers may take."""
 
 ATTEMPTS = 3
@@ -138,16 +137,6 @@ class _Goal:
     plan: Plan | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Filled:
-    """Targets that were filled and verified, and by whom."""
-
-    route: str
-    source: Source
-    targets: Targets
-    verified: Verified
-
-
 class Walk:
     """One load of one model, walking the tree."""
 
@@ -160,7 +149,10 @@ class Walk:
         self._stages = Stages(group, deadline)
         self._group = group
         self._deadline = deadline
-        self._targets: Targets | None = None
+        self._filling = Filling(self._stages, wanted.device, deadline, arena=wanted.arena)
+        self._storage = Storage(
+            ways.origin, ways.node, ways.staging, self._stages, self._filling, group, deadline
+        )
         self._installation: Installation | None = None
         self._background: Background | None = None
         self._unprepared = False
@@ -174,7 +166,7 @@ class Walk:
                 self._background.cancel()
             if self._installation is not None:
                 self._installation.undo()
-            self._free()
+            self._filling.free()
             _forget(cause)
             cause.add_note("\n".join(["the load went so:", *self._stages.journal.lines()]))
             raise
@@ -188,7 +180,7 @@ class Walk:
         if filled is None and self._wanted.progressive and plan is not None:
             return self._progressively(manifest, plan)
         if filled is None:
-            filled = self._from_origin(manifest, state, plan)
+            filled = self._from_storage(manifest, state, plan)
         self._installation = self._into_the_model(manifest, filled.targets)
         served = self._stages.together("ready", partial(self._finish, self._installation))
         # It knows this walk, and holds what stood in the model before: neither has to wait for the
@@ -209,17 +201,19 @@ class Walk:
             identify=partial(self._identity, manifest),
         )
 
-    # The origin, beside a model that already runs
+    # From storage, beside a model that already runs
 
     def _progressively(self, manifest: Manifest, plan: Plan) -> Loaded:
         """Give the model its containers, and return when the first layer's weights are there."""
-        targets = self._stages.together("allocate", partial(self._allocate, plan))
+        targets = self._filling.allocate(plan)
         self._installation = installation = self._into_the_model(manifest, targets)
         served = self._stages.together("ready", partial(installation.install, None))
+        route, source, blobs = self._storage.open(manifest, plan)
         self._background = background = Background(
             self._model,
             [self._model.get_submodule(name) for name in self._wanted.modules],
             self._ways.origin,
+            blobs,
             self._ways.staging,
             manifest,
             targets,
@@ -228,9 +222,10 @@ class Walk:
         )
         background.start()
         self._stages.together("read", lambda note: note.yes(background.wait_for_the_first_layer()))
-        self._installation = self._background = self._targets = None
+        self._installation = self._background = None
+        self._filling.let_go()
         coming = Verified(len(plan.placements), plan.nbytes, 0)
-        report = self._report(manifest, plan, "origin", None, self._ways.origin.url, coming)
+        report = self._report(manifest, plan, route, None, source, coming)
         return Loaded(replace(report, verified=False), served, background)
 
     # 1 and 2: what is wanted, and into what
@@ -301,7 +296,7 @@ class Walk:
 
     # 3 and 4: from a peer, or from one that is about to be one
 
-    def _from_peers(self, manifest: Manifest, goal: _Goal) -> _Filled | None:
+    def _from_peers(self, manifest: Manifest, goal: _Goal) -> Filled | None:
         """Weights from peers, for all ranks or for none; None if the origin is to be taken."""
         able = self._stages.attempt("registry", partial(self._registered, goal))
         if able.error is not None or able.value is None:
@@ -316,8 +311,8 @@ class Walk:
                 problem = met.problem
                 if met.error is None and met.value is not None:
                     plan, source = met.value
-                    filled = self._fill("peer", plan, source, limit)
-                    if isinstance(filled, _Filled):
+                    filled = self._filling.fill("peer", plan, source, limit)
+                    if isinstance(filled, Filled):
                         return filled
                     problem = filled.problem
                     if problem is not None:
@@ -403,9 +398,9 @@ class Walk:
                 note.yes(f"origin: {cause}")
                 return _ORIGIN
 
-    # 5: from the origin
+    # 5: from storage
 
-    def _from_origin(self, manifest: Manifest, state: State, plan: Plan | None) -> _Filled:
+    def _from_storage(self, manifest: Manifest, state: State, plan: Plan | None) -> Filled:
         if plan is None:
             change = self._wanted.change
             raise RestartRequired(
@@ -414,87 +409,10 @@ class Walk:
                 "containers that were changed before",
                 do="restart with an unchanged skeleton",
             )
-        job = self._job(manifest, plan, self._identity(manifest, state))
-        if self._ways.node is not None:
-            near = self._from_node(job, plan)
-            if near is not None:
-                return near
-        filled = self._read(job, plan, careful=False)
-        if not isinstance(filled, _Filled) and self._again_with_care(filled):
-            filled = self._read(job, plan, careful=True)
-        if isinstance(filled, _Filled):
-            return filled
-        raise filled.error or WarmcastError(f"{self._wanted.ref}: the origin was not read")
-
-    def _from_node(self, job: Job, plan: Plan) -> _Filled | None:
-        """What the nodes' agents have, for all ranks; None if the origin is to be read."""
-        met = self._stages.attempt("node", partial(self._at_node, job))
-        if met.error is not None or met.value is None:
-            return None
-        filled = self._fill("node", plan, met.value, self._deadline.share(_NODE_SHARE))
-        return filled if isinstance(filled, _Filled) else None
-
-    def _at_node(self, job: Job, note: Note) -> Source:
-        node = self._ways.node
-        assert node is not None  # noqa: S101
-        source = NodeRoute(node, self._ways.origin, self._ways.staging).find(job, self._deadline)
-        note.yes(source.name)
-        return source
-
-    def _read(self, job: Job, plan: Plan, *, careful: bool) -> _Filled | Outcome[Any]:
-        route = OriginRoute(self._ways.origin, self._ways.staging, careful=careful)
-        return self._fill("origin", plan, route.find(job, self._deadline), self._deadline)
-
-    def _again_with_care(self, failed: Outcome[Any]) -> bool:
-        """Whether a rank's tensors were wrong, of which only parts of chunks were read."""
-        wrong = isinstance(failed.problem, WeightVerificationError)
-        with suppress(WarmcastError):  # what failed first is the error to tell
-            return not self._group.vote(not wrong, "wrong bytes", self._deadline)
-        return False
+        return self._storage.read(self._job(manifest, plan, self._identity(manifest, state)))
 
     def _job(self, manifest: Manifest, plan: Plan, identity: Identity) -> Job:
         return Job(manifest, plan, identity, self._wanted.device, arena=self._wanted.arena)
-
-    # Filling and checking, the same for every route
-
-    def _fill(
-        self, route: str, plan: Plan, source: Source, limit: Deadline
-    ) -> _Filled | Outcome[Any]:
-        """Fill a plan's targets from a source and verify them, on all ranks or none.
-
-        What came of it, or the stage that failed.
-        """
-        targets = self._stages.together("allocate", lambda note: self._allocate(plan, note))
-        name = "transfer" if source.transport else "read"
-        filled = self._stages.attempt(name, partial(_fill, source, targets, limit))
-        if filled.error is not None:
-            return filled
-        verified = self._stages.attempt("verify", partial(_verify, targets, self._deadline))
-        if verified.error is not None or verified.value is None:
-            return verified
-        return _Filled(route, source, targets, verified.value)
-
-    def _allocate(self, plan: Plan, note: Note) -> Targets:
-        """Memory for a plan; what an earlier route left dirty is used again where it fits."""
-        if self._targets is not None and self._targets.plan is plan:
-            note.yes("the same memory as before, filled anew")
-            return self._targets
-        self._free()
-        try:
-            self._targets = Targets.allocate(plan, self._wanted.device, arena=self._wanted.arena)
-        except torch.OutOfMemoryError:
-            raise WarmcastError(
-                f"{self._wanted.device}: no room for the weights",
-                expected=f"{plan.nbytes:,} bytes",
-                found="less",
-                do="free memory, or choose another device",
-            ) from None
-        return self._targets
-
-    def _free(self) -> None:
-        if self._targets is not None:
-            self._targets.free()
-            self._targets = None
 
     # 6: into the model
 
@@ -538,25 +456,6 @@ def _forget(cause: BaseException | None) -> None:
     while cause is not None:
         traceback.clear_frames(cause.__traceback__)
         cause = cause.__cause__ or cause.__context__
-
-
-def _fill(source: Source, targets: Targets, limit: Deadline, note: Note) -> None:
-    began, ended = note.moved = source.fill(targets, limit)
-    moving = max(ended - began, 1e-9)
-    note.yes(
-        f"{targets.plan.nbytes:,} bytes in {moving:.3f} s, "
-        f"{targets.plan.nbytes / moving / 1e9:.2f} GB/s"
-        + (f"; {source.reason}" if not source.transport and source.reason else "")
-    )
-
-
-def _verify(targets: Targets, deadline: Deadline, note: Note) -> Verified:
-    verified = verify(targets.pairs(), deadline)
-    note.yes(
-        f"CRC32C of {verified.nbytes:,} bytes, sampled hashes of {verified.tensors} tensors "
-        f"in {verified.layers} layers"
-    )
-    return verified
 
 
 def _noted(read: Callable[[], Manifest], note: Note) -> Manifest:

@@ -41,7 +41,7 @@ import torch
 from torch import nn
 from torch.distributed import TCPStore
 
-from warmcast.loader import Loader, handshake, load
+from warmcast.loader import Loader, filling, handshake
 from warmcast.loader.change import Change
 from warmcast.loader.registry import Registry, Watch
 from warmcast.loader.routes import peer
@@ -339,7 +339,7 @@ def main(
     halts.after(Registry, "acquire", "leased", lambda lease: lease is not None)
     halts.before(FileReader, "read_into", "reading", lambda *args: True)
     halts.after(peer, "confirm", "begun", lambda _: True)
-    halts.before(load, "verify", "verifying", lambda *args: True)
+    halts.before(filling, "verify", "verifying", lambda *args: True)
     device = os.environ.get("TEST_DEVICE", "cpu")
     if device != "cpu":
         _on_a_gpu(halts, device)

@@ -12,9 +12,10 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import TracebackType
 
 from warmcast.loader.errors import SkeletonMismatch
 from warmcast.loader.node.client import Files, NodeClient
@@ -80,6 +81,14 @@ def others_of(node: NodeClient, manifest: Manifest, deadline: Deadline) -> Other
     return Others.of(node.others(manifest.digest, deadline.within(_ANSWER)))
 
 
+def suspect(node: NodeClient, manifest: Manifest) -> None:
+    """What came was wrong or did not come: have the agent look at what it has of a manifest."""
+    try:
+        node.check(manifest.digest, Deadline.after(_ANSWER))
+    except WarmcastError as cause:
+        log.info("%s is not told to look: %s", node.url, cause)
+
+
 class _NodeSource:
     transport: str | None = None
 
@@ -105,11 +114,7 @@ class _NodeSource:
         with Arrivals(
             self._node, self._others, self._origin, self._manifest, files, deadline
         ) as blobs:
-            try:
-                stream(blobs, self._manifest, targets, self._staging, deadline)
-            except WarmcastError:
-                blobs.suspect()
-                raise
+            stream(blobs, self._manifest, targets, self._staging, deadline)
             self.reason = blobs.told()
         return began, time.monotonic()
 
@@ -130,7 +135,7 @@ class Arrivals:
         others: Others | None,
         origin: Origin,
         manifest: Manifest,
-        files: set[str],
+        files: Iterable[str],
         deadline: Deadline,
     ) -> None:
         self.url = node.url
@@ -139,7 +144,8 @@ class Arrivals:
         self._origin = origin
         self._manifest = manifest
         self._deadline = deadline
-        self._numbers = [n for n, file in enumerate(manifest.files) if file.path in files]
+        wanted = set(files)
+        self._numbers = [n for n, file in enumerate(manifest.files) if file.path in wanted]
         self._of = {manifest.files[n].sha256: n for n in self._numbers}
         self._there = {n: bytearray(len(manifest.files[n].chunks)) for n in self._numbers}
         self._names: Mapping[int, Sequence[Path]] = {}
@@ -154,7 +160,12 @@ class Arrivals:
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         with self._changed:
             self._over = True
             files = self._files
@@ -163,6 +174,8 @@ class Arrivals:
         self._thread.join()
         if self._others is not None:
             self._others.close()
+        if isinstance(value, WarmcastError):
+            suspect(self._node, self._manifest)
 
     def open_blob(self, sha256: str, deadline: Deadline) -> ObjectReader:
         """Open a blob: in the cache, or the origin's if the agent has gone."""
@@ -203,13 +216,6 @@ class Arrivals:
         if not begin:
             with self._changed:
                 self._tiers[f"{whom}, past the agent"] += 1
-
-    def suspect(self) -> None:
-        """What came was wrong or did not come: let the agent look at what it has."""
-        try:
-            self._node.check(self._manifest.digest, Deadline.after(1.0))
-        except WarmcastError as cause:
-            log.info("%s is not told to look: %s", self.url, cause)
 
     @property
     def tiers(self) -> Mapping[str, int]:
