@@ -33,6 +33,9 @@ log = logging.getLogger("warmcast")
 MEMORY = 96 << 20
 """Bytes of chunks under way."""
 
+UPLOADS = 64
+"""Chunks that are sent to other nodes at a time."""
+
 _PARTING = 10.0
 """Seconds that uploads have to end when the agent does."""
 
@@ -44,7 +47,7 @@ _LOOK = 5.0
 class Settings:
     """What an agent is told; sizes in bytes, ``background_rate`` in bytes a second (0: no bound).
 
-    ``listen`` is ``host:port``, of which the port may be 0; ``advertise`` is the URL by which other
+    ``uploads`` are the chunks that are sent to other nodes at a time. ``listen`` is ``host:port``, of which the port may be 0; ``advertise`` is the URL by which other
     nodes reach it, found out from ``listen`` where it is empty.
     """
 
@@ -59,6 +62,7 @@ class Settings:
     high: int
     low: int
     background_rate: int = 0
+    uploads: int = UPLOADS
     memory: int = MEMORY
     certificates: Certificates | None = None
 
@@ -75,7 +79,7 @@ def run(settings: Settings, ready: Callable[[str], None] = lambda _: None) -> No
         )
         stack.callback(cache.close)
         origin = stack.enter_context(Origin.open(settings.origin))
-        peers = Peers(fleet, settings.certificates)
+        peers = Peers(settings.node, fleet, settings.certificates)
         stack.callback(peers.close)
         registry = None
         if settings.registry:
@@ -95,7 +99,9 @@ def run(settings: Settings, ready: Callable[[str], None] = lambda _: None) -> No
         )
         stack.callback(filler.close)
         catalogue = Catalogue(settings.cache / "manifests", origin, membership, peers)
-        server = Server(cache, catalogue, filler, membership, fleet, metrics)
+        server = Server(
+            cache, catalogue, filler, membership, fleet, metrics, uploads=settings.uploads
+        )
         asyncio.run(_serve(settings, server, membership, listener, address, ready))
 
 

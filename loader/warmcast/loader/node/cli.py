@@ -59,6 +59,9 @@ def node(
             envvar="WARMCAST_BACKGROUND_RATE", help="Bytes a second of prefetching; 0: no bound."
         ),
     ] = "0",
+    uploads: Annotated[
+        int, typer.Option(envvar="WARMCAST_UPLOADS", help="Chunks sent to nodes at a time.")
+    ] = 64,
     tls_cert: Annotated[Path | None, typer.Option(envvar="WARMCAST_TLS_CERT")] = None,
     tls_key: Annotated[Path | None, typer.Option(envvar="WARMCAST_TLS_KEY")] = None,
     tls_ca: Annotated[Path | None, typer.Option(envvar="WARMCAST_TLS_CA")] = None,
@@ -75,6 +78,11 @@ def node(
             do="pip install 'warmcast[node]'",
         ) from cause
 
+    name = name or socket.gethostname()
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,253}", name):
+        raise UsageError("--name", expected="letters, digits, '.', '_' and '-'", found=repr(name))
+    if uploads < 1:
+        raise UsageError("--uploads", expected="1 at least", found=uploads)
     files = (tls_cert, tls_key, tls_ca)
     if any(files) and not all(files):
         raise UsageError("TLS", expected="--tls-cert, --tls-key and --tls-ca together")
@@ -89,10 +97,11 @@ def node(
         listen=listen,
         advertise=advertise,
         key=key_file,
-        node=name or socket.gethostname(),
+        node=name,
         high=_bytes("--high", high, cache),
         low=_bytes("--low", low, cache),
         background_rate=_bytes("--background-rate", background_rate, cache),
+        uploads=uploads,
         certificates=certificates,
     )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")

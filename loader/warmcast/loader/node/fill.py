@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from warmcast.loader.node.cache import Blob, Spec
 from warmcast.loader.node.membership import Membership
 from warmcast.loader.node.metrics import Metrics
-from warmcast.loader.node.peers import NodeBusy, NodeFailed, Peers
+from warmcast.loader.node.peers import NodeAsks, NodeBusy, NodeFailed, Peers
 from warmcast.loader.node.ring import Ring
 from warmcast.manifests.checksum import crc32c, to_hex
 from warmcast.manifests.deadline import Deadline
@@ -48,7 +48,7 @@ _ASKED = 4
 _PATIENCE = 120.0
 """Seconds that one chunk may take, from wherever it comes."""
 
-_BUSY = 5.0
+_BUSY = 60.0
 """Seconds for which a node that is busy is asked again."""
 
 _OPEN = 32
@@ -284,7 +284,7 @@ class Filler:
             try:
                 self._from_node(address, job, buffer, deadline)
                 return True
-            except NodeBusy as cause:
+            except (NodeBusy, NodeAsks) as cause:
                 log.info("%s: %s", node, cause)
                 failed += 1
             except NodeFailed as cause:
@@ -296,23 +296,43 @@ class Filler:
         return False
 
     def _from_node(self, address: str, job: _Job, buffer: memoryview, deadline: Deadline) -> None:
+        """Take a chunk from a node, or where that is busy from one to which it gave it before: so
+        what all want spreads like a tree. Waiting for one that is there costs the origin nothing.
+        """
         limit = deadline.within(_BUSY)
         while True:
             try:
-                self._peers.fetch(
-                    address,
-                    job.manifest,
-                    job.blob.spec,
-                    job.number,
-                    buffer,
-                    deadline,
-                    self._metrics.received.inc,
-                )
+                self._fetch(address, job, buffer, deadline)
                 return
-            except NodeBusy:
+            except NodeBusy as busy:
                 if limit.expired or self._over:
                     raise
-                time.sleep(random.uniform(0.02, 0.1))  # noqa: S311
+                other = self._membership.address(busy.instead)
+                if other is not None and not self._peers.passed_by(busy.instead):
+                    with suppress(NodeFailed):
+                        self._fetch(other, job, buffer, deadline, if_there=True)
+                        return
+                time.sleep(random.uniform(0.02, 0.2))  # noqa: S311
+
+    def _fetch(
+        self,
+        address: str,
+        job: _Job,
+        buffer: memoryview,
+        deadline: Deadline,
+        *,
+        if_there: bool = False,
+    ) -> None:
+        self._peers.fetch(
+            address,
+            job.manifest,
+            job.blob.spec,
+            job.number,
+            buffer,
+            deadline,
+            self._metrics.received.inc,
+            if_there=if_there,
+        )
 
     def _from_origin(self, spec: Spec, number: int, buffer: memoryview, deadline: Deadline) -> None:
         begin, _ = spec.span(number)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,7 +39,13 @@ class NodeFailed(PeerError):
 
 
 class NodeBusy(NodeFailed):
-    """A node has enough to do; it is not to blame."""
+    """A node has enough to do, which is not its fault. ``instead`` names one that has the chunk."""
+
+    instead = ""
+
+
+class NodeAsks(NodeFailed):
+    """A node asks the ring for the chunk itself, perhaps the one that asks it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +65,9 @@ class Certificates:
 class Peers:
     """Connections to the other nodes. Safe between threads; the owner closes it."""
 
-    def __init__(self, fleet: Fleet, certificates: Certificates | None = None) -> None:
+    def __init__(self, node: str, fleet: Fleet, certificates: Certificates | None = None) -> None:
+        """``node`` is the name of the one that asks."""
+        self._node = node
         self._fleet = fleet
         self._certificates = certificates
         self._lock = threading.Lock()
@@ -91,17 +99,23 @@ class Peers:
         buffer: memoryview,
         deadline: Deadline,
         count: Callable[[int], None],
+        *,
+        if_there: bool = False,
     ) -> None:
         """Fill ``buffer`` with a chunk from the node at ``address``, checked.
 
-        ``count`` is told of bytes as they come. Raises :class:`NodeFailed`.
+        ``count`` is told of bytes as they come; with ``if_there`` the node does not fetch what it
+        has not. Raises :class:`NodeFailed`.
         """
         url = f"{address}/chunks/{spec.sha256}/{number}"
         limit = deadline.within(COMING)
         check = False
         while True:
+            headers = {"Warmcast-Node": self._node}
+            headers |= {"Warmcast-Check": "1"} if check else {}
+            headers |= {"Warmcast-If-There": "1"} if if_there else {}
             try:
-                there = self._once(url, manifest, buffer, limit, count, check=check)
+                there = self._once(url, manifest, headers, buffer, limit, count)
             except (Transient, WarmcastError) as cause:
                 if isinstance(cause, NodeFailed):
                     raise
@@ -122,21 +136,22 @@ class Peers:
         self,
         url: str,
         manifest: str,
+        headers: Mapping[str, str],
         buffer: memoryview,
         deadline: Deadline,
         count: Callable[[int], None],
-        *,
-        check: bool,
     ) -> bool:
         """Ask once; whether the chunk came, for it may still be on its way there."""
-        headers = {"Authorization": f"Bearer {self._fleet.token(manifest)}"}
-        if check:
-            headers["Warmcast-Check"] = "1"
+        headers = {**headers, "Authorization": f"Bearer {self._fleet.token(manifest)}"}
         with self._connected().open("GET", url, deadline, headers=headers) as response:
             if response.status == 202:
                 return False
             if response.status == 503:
-                raise NodeBusy(url, expected="the chunk", found="a node that is busy")
+                busy = NodeBusy(url, expected="the chunk", found="a node that is busy")
+                busy.instead = response.headers.get("Warmcast-Try", "")
+                raise busy
+            if response.status == 409:
+                raise NodeAsks(url, expected="the chunk", found="a node that asks for it, too")
             if response.status != 200:
                 said = response.read(512).decode(errors="replace")
                 raise NodeFailed(url, expected="the chunk", found=f"{response.status} {said}")

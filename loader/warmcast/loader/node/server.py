@@ -3,8 +3,12 @@
 For nodes, with a token that names a manifest (see :mod:`tokens`):
 
     GET /chunks/<sha256>/<number>   200 the chunk, or ``?begin=&length=`` of it; 202 it is on its
-                                    way, ask again; 503 busy. A header ``Warmcast-Ring`` has it
-                                    looked for on the ring too: a worker asks, whose agent has gone
+                                    way, ask again; 409 it is being asked of the ring; 503 busy,
+                                    ``Warmcast-Try`` names a node that has it. Of the request's
+                                    headers ``Warmcast-Check`` has it checked before, with
+                                    ``Warmcast-If-There`` it is 404 rather than fetched, with
+                                    ``Warmcast-Ring`` it is looked for on the ring too: a worker
+                                    asks, whose agent has gone
     GET /manifests/<digest>         200 the manifest; 404
 
 For whoever looks after the agent: ``/healthz``, ``/readyz``, ``/metrics``.
@@ -47,14 +51,12 @@ from warmcast.loader.node.catalogue import Catalogue
 from warmcast.loader.node.fill import Filler, Wish
 from warmcast.loader.node.membership import Membership
 from warmcast.loader.node.metrics import Metrics
+from warmcast.loader.node.passed_on import PassedOn
 from warmcast.loader.node.tokens import LONGEST, Fleet, NotAllowed
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import NotFound, WarmcastError, one_line
 
 log = logging.getLogger("warmcast")
-
-UPLOADS = 64
-"""Chunks that are sent to nodes at a time."""
 
 _ON_ITS_WAY = 1.5
 """Seconds that a node waits for a chunk here, before it is told to ask again."""
@@ -83,7 +85,11 @@ class Server:
         membership: Membership,
         fleet: Fleet,
         metrics: Metrics,
+        *,
+        uploads: int,
     ) -> None:
+        """``uploads``: chunks that are sent to nodes at a time, at most."""
+        self._most = uploads
         self._cache = cache
         self._catalogue = catalogue
         self._filler = filler
@@ -91,6 +97,7 @@ class Server:
         self._fleet = fleet
         self._metrics = metrics
         self._uploads = 0
+        self._passed_on = PassedOn()
         self._checking: set[asyncio.Task[None]] = set()
         metrics.watch("warmcast_cache_bytes", "Bytes in the cache", lambda: cache.nbytes)
         metrics.watch("warmcast_cache_evicted_bytes", "Bytes deleted", lambda: cache.evicted)
@@ -163,17 +170,21 @@ class Server:
         spec = await self._spec(digest, sha256)
         if number >= len(spec.crcs):
             raise NotFound(f"chunk {number}", expected=f"{len(spec.crcs)} chunks")
-        if self._uploads >= UPLOADS:
+        if self._uploads >= self._most:
             self._metrics.busy.inc()
-            return web.Response(status=503, headers={"Retry-After": "1"})
+            return web.Response(status=503, headers=self._passed_on.instead(sha256, number))
         self._uploads += 1
         try:
             with self._cache.use(spec) as blob:
                 there = await self._there(blob, number, check="Warmcast-Check" in request.headers)
+                if not there and "Warmcast-If-There" in request.headers:
+                    return web.Response(status=404)
                 wish = Wish.WORKER if "Warmcast-Ring" in request.headers else Wish.NODE
                 if not there and not await self._came(digest, blob, number, wish):
                     return self._not_yet(sha256, number, wish)
-                return await self._send(request, blob, number)
+                response = await self._send(request, blob, number)
+                self._passed_on.note(sha256, number, request.headers.get("Warmcast-Node", ""))
+                return response
         finally:
             self._uploads -= 1
 
@@ -207,7 +218,7 @@ class Server:
     def _not_yet(self, sha256: str, number: int, wish: Wish) -> web.Response:
         # Who asks the ring for it may be asking the one who asks here.
         busy = wish is Wish.NODE and self._filler.asks_the_ring(sha256, number)
-        return web.Response(status=503 if busy else 202, headers={"Retry-After": "0"})
+        return web.Response(status=409 if busy else 202, headers={"Retry-After": "0"})
 
     async def _send(self, request: web.Request, blob: Blob, number: int) -> web.StreamResponse:
         begin, length = _part(request, *blob.spec.span(number))
