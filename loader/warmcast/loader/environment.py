@@ -3,6 +3,7 @@
 WARMCAST_ORIGIN        the origin's URL; required
 WARMCAST_REGISTRY      redis://host:port; without it there are no peers
 WARMCAST_NODE          the socket of the node's agent; without it there is none
+WARMCAST_TLS_CA        the authority of agents that speak TLS, should the node's own go
 WARMCAST_DEADLINE      seconds that a load may take; 600 unless set
 WARMCAST_HOST_MEMORY   bytes of host memory for bytes on their way; 2147483648 unless set
 WARMCAST_HOST          the address by which peers reach this worker; found out unless set

@@ -47,8 +47,9 @@ _LOOK = 5.0
 class Settings:
     """What an agent is told; sizes in bytes, ``background_rate`` in bytes a second (0: no bound).
 
-    ``uploads`` are the chunks that are sent to other nodes at a time. ``listen`` is ``host:port``, of which the port may be 0; ``advertise`` is the URL by which other
-    nodes reach it, found out from ``listen`` where it is empty.
+    ``uploads`` are the chunks that are sent to other nodes at a time. ``listen`` is ``host:port``,
+    of which the port may be 0; ``advertise`` is the URL by which other nodes reach it, found out
+    from ``listen`` where it is empty.
     """
 
     cache: Path

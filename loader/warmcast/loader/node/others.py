@@ -1,8 +1,12 @@
-"""Other nodes' agents, asked by a worker whose own has gone."""
+"""Other nodes' agents, asked by a worker whose own has gone.
+
+Where they speak TLS, ``WARMCAST_TLS_CA`` names the file of the authority that vouches for them.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import random
 import threading
 from collections.abc import Mapping, Sequence
@@ -30,7 +34,10 @@ class Others:
         self._addresses = random.sample(list(addresses), len(addresses))
         self._lock = threading.Lock()
         self._headers = {"Authorization": f"Bearer {token}", "Warmcast-Ring": "1"}
-        self._http = Http(None, connect=_CONNECT, idle=_IDLE, direct=True)
+        authority = os.environ.get("WARMCAST_TLS_CA") or None
+        self._http = Http(
+            authority, connect=_CONNECT, idle=_IDLE, any_name=authority is not None, direct=True
+        )
 
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> Others | None:

@@ -200,5 +200,6 @@ class Peers:
             connect=CONNECT,
             idle=IDLE,
             client=(str(files.certificate), str(files.key)),
+            any_name=True,
             direct=True,
         )

@@ -138,16 +138,19 @@ class Http:
         connect: float = CONNECT,
         idle: float = IDLE,
         client: tuple[str, str] | None = None,
+        any_name: bool = False,
         direct: bool = False,
     ) -> None:
         """``ca_certs``: the file of certificates to trust; None for the system's.
 
-        ``client`` is a certificate and its key to show, to servers that the authority vouches for
-        whatever their names; ``direct`` takes no proxy.
+        ``client`` is a certificate and its key to show; ``any_name`` takes every server that the
+        authority vouches for, whatever its name; ``direct`` takes no proxy.
         """
         self._options: dict[str, Any] = {"maxsize": connections, "ca_certs": ca_certs}
         if client is not None:
-            self._options.update(cert_file=client[0], key_file=client[1], assert_hostname=False)
+            self._options.update(cert_file=client[0], key_file=client[1])
+        if any_name:
+            self._options["assert_hostname"] = False
         self._connect = connect
         self._idle = idle
         self._direct = direct
