@@ -10,7 +10,7 @@ from uuid import uuid4
 import pytest
 
 from tests.manifests.s3_proxy import Proxy
-from warmcast.infra.servers import Seaweed, Valkey, seaweed, valkey
+from warmcast.infra.servers import FakeGcs, Seaweed, Valkey, fake_gcs, seaweed, valkey
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.stores import ObjectStore, http, open_store
 
@@ -21,11 +21,13 @@ BUCKET = "warmcast-tests"
 def own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No setting of the machine reaches a test, and none of a test reaches the next."""
     for name in os.environ:
-        if name.startswith(("AWS_", "WARMCAST_")):
+        if name.startswith(("AWS_", "CLOUDSDK_", "GCE_", "GOOGLE_", "STORAGE_", "WARMCAST_")):
             monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no-aws-config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "no-aws-credentials"))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path / "no-gcloud"))
+    monkeypatch.setenv("NO_GCE_CHECK", "true")
 
 
 @pytest.fixture
@@ -75,13 +77,29 @@ def proxy(seaweed_server: Seaweed, s3_url: str, monkeypatch: pytest.MonkeyPatch)
     opened.close()
 
 
+@pytest.fixture(scope="session")
+def gcs_server() -> Iterator[FakeGcs]:
+    """A fake-gcs-server with the bucket ``BUCKET``."""
+    with fake_gcs(Deadline.after(30)) as server:
+        server.make_bucket(BUCKET)
+        yield server
+
+
+@pytest.fixture
+def gcs_url(gcs_server: FakeGcs, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A fresh prefix in a bucket, and the environment to reach it."""
+    for name, value in gcs_server.env.items():
+        monkeypatch.setenv(name, value)
+    return f"gs://{BUCKET}/{uuid4().hex}"
+
+
 @pytest.fixture
 def file_url(tmp_path: Path) -> str:
     """A folder that does not exist yet."""
     return (tmp_path / "store").as_uri()
 
 
-@pytest.fixture(params=["file", "s3"])
+@pytest.fixture(params=["file", "s3", "gcs"])
 def store_url(request: pytest.FixtureRequest) -> str:
     """The URL of an empty store, one of each kind."""
     url: str = request.getfixturevalue(f"{request.param}_url")

