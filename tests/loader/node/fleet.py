@@ -99,7 +99,7 @@ def publish(url: str, seed: int, *, files: int = 2, tensors: int = 3) -> Model:
     with Origin.open(url) as origin:
         for number in range(files):
             path = f"model-{number}.safetensors"
-            mine = {f"w{number}.{n}": chance.randbytes(_TENSOR) for n in range(tensors)}
+            mine = {f"w{number}_{n}": chance.randbytes(_TENSOR) for n in range(tensors)}
             data = safetensors_file({n: ("U8", (_TENSOR,), raw) for n, raw in mine.items()})
             file = file_entry(path, data, CHUNK)
             origin.put_blob(
@@ -237,6 +237,7 @@ class Fleet:
         self.registry = registry
         self.key = folder / "key"
         self.agents: list[Agent] = []
+        self.store = Origin.open(origin)
         self._folder = folder
         bare = {n: v for n, v in os.environ.items() if not n.startswith(("AWS_", "WARMCAST_"))}
         self._env = {**bare, **(env or {})}
@@ -276,6 +277,7 @@ class Fleet:
     def close(self) -> None:
         for agent in self.agents:
             agent.close()
+        self.store.close()
 
 
 class _Local(http.client.HTTPConnection):
@@ -302,7 +304,7 @@ def eventually(condition: Callable[[], bool], what: str) -> None:
 
 def read(
     agent: Agent,
-    url: str,
+    origin: Origin,
     model: Model,
     seconds: float = PROMPT,
     met: Callable[[], object] = lambda: None,
@@ -316,10 +318,7 @@ def read(
     paths = {file.path for file in manifest.files}
     others = others_of(agent.client, manifest, deadline)
     met()
-    with (
-        Origin.open(url) as origin,
-        Arrivals(agent.client, others, origin, manifest, paths, deadline) as blobs,
-    ):
+    with Arrivals(agent.client, others, origin, manifest, paths, deadline) as blobs:
         for file in manifest.files:
             reader = blobs.open_blob(file.sha256, deadline)
             data = bytearray(file.size)

@@ -9,28 +9,29 @@ from concurrent.futures import ThreadPoolExecutor
 
 from tests.loader.node.fleet import Agent, Fleet, Model, Valve, publish, read
 from warmcast.manifests.deadline import Deadline
+from warmcast.manifests.origin import Origin
 
 REPLICAS = 8
 
 
-def burst(agents: Sequence[Agent], url: str, model: Model) -> Counter[str]:
+def burst(agents: Sequence[Agent], origin: Origin, model: Model) -> Counter[str]:
     """Replicas on some nodes, all right; where their chunks came from."""
     with ThreadPoolExecutor(REPLICAS) as pool:
         nodes = [agents[number % len(agents)] for number in range(REPLICAS)]
-        return sum(pool.map(lambda node: read(node, url, model), nodes), Counter())
+        return sum(pool.map(lambda node: read(node, origin, model), nodes), Counter())
 
 
 def test_the_origin_gives_a_model_once(far_fleet: Fleet, valve: Valve):
     model = publish(far_fleet.origin, 1)
     agents = far_fleet.start("a", "b", "c", "d")
-    tiers = burst(agents, far_fleet.origin, model)
+    tiers = burst(agents, far_fleet.store, model)
     assert sorted(read[:2] for read in valve.reads) == sorted(model.chunks)
     assert far_fleet.total("warmcast_origin_bytes_total") == model.nbytes
     assert far_fleet.total("warmcast_received_bytes_total") == 3 * model.nbytes
     assert set(tiers) <= {"disk", "ring", "origin"}
     valve.reads.clear()
     everything = {"disk": REPLICAS * len(model.chunks)}
-    assert burst(agents, far_fleet.origin, model) == everything
+    assert burst(agents, far_fleet.store, model) == everything
     assert valve.reads == []
     assert far_fleet.total("warmcast_cache_bytes") == 4 * model.nbytes
     assert [agent.end() for agent in agents] == [0] * 4
@@ -42,7 +43,7 @@ def test_each_chunk_is_fetched_once_whoever_asks(far_fleet: Fleet, valve: Valve)
     a, b, c = far_fleet.start("a", "b", "c")
     valve.hold()
     with ThreadPoolExecutor(4) as pool:
-        workers = [pool.submit(read, node, far_fleet.origin, model) for node in (a, a, b)]
+        workers = [pool.submit(read, node, far_fleet.store, model) for node in (a, a, b)]
         digest, deadline = model.manifest.digest, Deadline.after(30)
         told = pool.submit(lambda: list(c.client.prefetch(digest, deadline)))
         for agent in (a, b, c):
@@ -66,7 +67,7 @@ def test_half_of_the_nodes_die_in_the_middle(far_fleet: Fleet, valve: Valve):
     met = threading.Barrier(REPLICAS)
     with ThreadPoolExecutor(REPLICAS) as pool:
         replicas = [
-            pool.submit(read, agents[n % 4], far_fleet.origin, model, met=met.wait)
+            pool.submit(read, agents[n % 4], far_fleet.store, model, met=met.wait)
             for n in range(REPLICAS)
         ]
         valve.wait_for(half + 1)
@@ -78,5 +79,5 @@ def test_half_of_the_nodes_die_in_the_middle(far_fleet: Fleet, valve: Valve):
     assert "other agents, past the agent" in sum(tiers, Counter())
     valve.reads.clear()
     everything = {"disk": REPLICAS * len(model.chunks)}
-    assert burst(agents[2:], far_fleet.origin, model) == everything
+    assert burst(agents[2:], far_fleet.store, model) == everything
     assert valve.reads == []
