@@ -359,7 +359,7 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
             [*command, "--bind", "127.0.0.1", "--port", str(port)], Deadline.after(30)
         )
         try:
-            servers._until(process, lambda: pings(port), Deadline.after(30))
+            servers.until(process, lambda: pings(port), Deadline.after(30))
         except BaseException:
             process.stop()
             raise
@@ -367,7 +367,7 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
         return process
 
     ports: list[int] = []
-    process = servers._on_free_port((0,), start)
+    process = servers.on_free_port((0,), start)
     try:
         yield ports[-1]
     finally:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from warmcast.infra.bench.deliver.command import deliver
+from warmcast.infra.bench.deliver.serving_command import serve
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import UsageError
 
@@ -131,3 +132,4 @@ def stream(
 
 
 bench.command()(deliver)
+bench.command()(serve)

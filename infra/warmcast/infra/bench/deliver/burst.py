@@ -92,7 +92,9 @@ class Result:
                 print(f"{burst.burst}: {error}")
 
 
-class _Agent:
+class Agent:
+    """An agent's process, its URL for nodes, and its socket for workers."""
+
     def __init__(self, process: subprocess.Popen[str], url: str, socket: Path) -> None:
         self.process = process
         self.url = url
@@ -131,9 +133,11 @@ def run(*, nodes: int, replicas: int, size: int, deadline: Deadline, kill: int =
         server = stack.enter_context(seaweed(deadline.within(_START)))
         origin = f"{server.make_bucket('bench')}/models"
         meter = stack.enter_context(Meter(int(urlsplit(server.url).port or 0)))
-        env = {**_bare(), **server.env, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{meter.port}"}
+        env = {**bare(), **server.env, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{meter.port}"}
         folder = disk.part()
-        agents = stack.enter_context(_agents(nodes, folder, origin, registry.url, env, deadline))
+        agents = stack.enter_context(
+            running_agents(nodes, folder, origin, registry.url, env, deadline)
+        )
         told = {
             "source": checkpoint.origin,
             "files": {path.name: str(path) for path in checkpoint.files},
@@ -181,10 +185,18 @@ def run(*, nodes: int, replicas: int, size: int, deadline: Deadline, kill: int =
 
 
 @contextmanager
-def _agents(
-    count: int, folder: Path, origin: str, registry: str, env: Mapping[str, str], deadline: Deadline
-) -> Iterator[list[_Agent]]:
-    """Agents that all know each other; they end with the context."""
+def running_agents(
+    count: int,
+    folder: Path,
+    origin: str,
+    registry: str | None,
+    env: Mapping[str, str],
+    deadline: Deadline,
+) -> Iterator[list[Agent]]:
+    """Agents that all know each other; they end with the context.
+
+    ``folder`` gets the fleet's key, ``key``, and a folder for each: its cache, socket and log.
+    """
     (folder / "key").write_text(secrets.token_hex(32), encoding="ascii")
     started: list[tuple[subprocess.Popen[str], Path, BinaryIO]] = []
     try:
@@ -195,7 +207,7 @@ def _agents(
             words = {
                 "cache": mine / "cache",
                 "origin": origin,
-                "registry": registry,
+                **({"registry": registry} if registry else {}),
                 "socket": mine / "node.sock",
                 "listen": "127.0.0.1:0",
                 "key-file": folder / "key",
@@ -230,7 +242,7 @@ def _agents(
                 process.stdout.close()
 
 
-def _ready(process: subprocess.Popen[str], folder: Path) -> _Agent:
+def _ready(process: subprocess.Popen[str], folder: Path) -> Agent:
     assert process.stdout is not None  # noqa: S101
     word, _, url = process.stdout.readline().strip().partition(" ")
     if word != "ready":
@@ -238,10 +250,10 @@ def _ready(process: subprocess.Popen[str], folder: Path) -> _Agent:
         raise WarmcastError(
             f"agent {folder.name}", expected="to start", found=lines[-1] if lines else "no word"
         )
-    return _Agent(process, url, folder / "node.sock")
+    return Agent(process, url, folder / "node.sock")
 
 
-def _bare() -> dict[str, str]:
+def bare() -> dict[str, str]:
     """This process's environment without what would lead elsewhere."""
     kept = {n: v for n, v in os.environ.items() if not n.startswith(("AWS_", "WARMCAST_"))}
     return {**kept, **dict.fromkeys(("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"), os.devnull)}
