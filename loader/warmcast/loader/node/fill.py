@@ -10,7 +10,6 @@ anybody does, and keeps to a rate.
 
 from __future__ import annotations
 
-import bisect
 import enum
 import heapq
 import itertools
@@ -19,10 +18,13 @@ import random
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
 
 from warmcast.loader.node.cache import Blob, Spec
 from warmcast.loader.node.membership import Membership
@@ -53,6 +55,9 @@ _BUSY = 60.0
 
 _OPEN = 32
 """Blobs of the origin that are kept open."""
+
+_PLACED = 4096
+"""Blobs of which it is remembered where their chunks are on the ring, 4 bytes a chunk."""
 
 
 class Wish(enum.IntEnum):
@@ -122,7 +127,7 @@ class Filler:
         self._buffers: list[bytearray] = []
         self._readers: OrderedDict[str, ObjectReader] = OrderedDict()
         self._reading = threading.Lock()
-        self._owners: tuple[Ring | None, dict[str, list[Sequence[str]]]] = (None, {})
+        self._places: tuple[Ring | None, dict[str, npt.NDArray[np.uint32]]] = (None, {})
         self._threads = [
             threading.Thread(target=self._work, name=f"warmcast-fill-{n}", daemon=True)
             for n in range(_THREADS)
@@ -178,16 +183,10 @@ class Filler:
         """Chunks that are wanted and have not come."""
         return len(self._jobs)
 
-    def order(self, blob: Blob) -> list[int]:
-        """The chunks of a blob in the order in which they are best wanted: a node's own first, for
-        others wait for those; then round from a place of its own, or all would ask the same owners
-        at once.
-        """
-        owners = self._owners_of(blob.spec)
-        ring, me = self._membership.ring, self._membership.node
-        count = len(owners)
-        first = count * bisect.bisect(ring.nodes, me) // max(1, len(ring.nodes))
-        return sorted(range(count), key=lambda n: (owners[n][:1] != (me,), (n - first) % count))
+    def order(self, blob: Blob) -> npt.NDArray[np.uint32]:
+        """A blob's chunks in the order in which they are best wanted; see :meth:`Ring.order`."""
+        ring, places = self._places_of(blob.spec)
+        return ring.order(places, self._membership.node)
 
     def close(self) -> None:
         """End the threads; who waits is told."""
@@ -272,7 +271,8 @@ class Filler:
         return tier
 
     def _from_ring(self, job: _Job, buffer: memoryview, deadline: Deadline) -> bool:
-        owners = self._owners_of(job.blob.spec)[job.number]
+        ring, places = self._places_of(job.blob.spec)
+        owners = ring.following(int(places[job.number]), OWNERS)
         failed = 0
         for node in owners:
             if node == self._membership.node or failed == _ASKED:
@@ -367,16 +367,18 @@ class Filler:
         if oldest is not None:
             self._readers.pop(oldest).close()
 
-    def _owners_of(self, spec: Spec) -> list[Sequence[str]]:
+    def _places_of(self, spec: Spec) -> tuple[Ring, npt.NDArray[np.uint32]]:
+        """The ring as it is now, and where on it a blob's chunks are."""
         ring = self._membership.ring
-        known, blobs = self._owners
-        if known is not ring:
+        known, blobs = self._places
+        if known is not ring or len(blobs) >= _PLACED:
             blobs = {}
-            self._owners = (ring, blobs)
-        owners = blobs.get(spec.sha256)
-        if owners is None:
-            owners = blobs[spec.sha256] = ring.owners(spec.sha256, len(spec.crcs), OWNERS)
-        return owners
+            self._places = (ring, blobs)  # which lets go of the last ring before this one is made
+        del known
+        places = blobs.get(spec.sha256)
+        if places is None:
+            places = blobs[spec.sha256] = ring.places(spec.sha256, len(spec.crcs))
+        return ring, places
 
 
 _THREADS = 16

@@ -336,7 +336,8 @@ class Server:
         orders = await asyncio.to_thread(
             lambda: [(number, self._filler.order(blob)) for number, blob in blobs.items()]
         )
-        order = iter([(number, chunk) for number, chunks in orders for chunk in chunks])
+        # As they are needed: of a large model they are many, and each worker has its own.
+        order = ((number, chunk) for number, chunks in orders for chunk in chunks.tolist())
         running: set[asyncio.Task[tuple[int, int, str]]] = set()
 
         async def one(number: int, chunk: int) -> tuple[int, int, str]:
