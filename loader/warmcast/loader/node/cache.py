@@ -78,7 +78,12 @@ class Blob:
         self._whole = False
         self._marks = -1
         self._fd = -1
-        self._find()
+        try:
+            with cache.explained():
+                self._find()
+        except BaseException:
+            self.close()
+            raise
 
     # What is there
 
@@ -176,7 +181,8 @@ class Blob:
                 return
             self._there[number] = self._checked[number] = 1
             if not self._whole:
-                os.pwrite(self._marks, b"\1", number)
+                with self._cache.explained():
+                    os.pwrite(self._marks, b"\1", number)
                 if all(self._there):
                     self._finish()
 
@@ -195,14 +201,13 @@ class Blob:
         if self._whole:
             self._fd = os.open(whole, flags)
             return
-        with self._cache.explained():
-            self._fd = os.open(self._partial, flags | os.O_CREAT, 0o644)
-            marks = self._partial.with_suffix(".there")
-            self._marks = os.open(marks, flags | os.O_CREAT, 0o644)
-            if os.fstat(self._fd).st_size != self.spec.size:
-                os.ftruncate(self._marks, 0)
-                os.ftruncate(self._fd, self.spec.size)
-            known = os.pread(self._marks, len(self._there), 0)
+        self._fd = os.open(self._partial, flags | os.O_CREAT, 0o644)
+        marks = self._partial.with_suffix(".there")
+        self._marks = os.open(marks, flags | os.O_CREAT, 0o644)
+        if os.fstat(self._fd).st_size != self.spec.size:
+            os.ftruncate(self._marks, 0)
+            os.ftruncate(self._fd, self.spec.size)
+        known = os.pread(self._marks, len(self._there), 0)
         self._there[: len(known)] = bytes(mark == 1 for mark in known)
         if self._there and all(self._there):
             self._finish()
@@ -313,9 +318,8 @@ class Cache:
         with self.lock:
             blob = self._blobs.get(spec.sha256)
             if blob is None:
-                self._used -= self._found.pop(spec.sha256, 0)
                 blob = self._blobs[spec.sha256] = Blob(self, spec)
-                self._used += blob.nbytes
+                self._used += blob.nbytes - self._found.pop(spec.sha256, 0)
             return blob
 
     def make_room(self, nbytes: int) -> None:
