@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,11 +124,17 @@ class Agent:
     """One agent's process. It may be killed, stopped, and started again as it was."""
 
     def __init__(
-        self, name: str, folder: Path, words: Mapping[str, object], env: Mapping[str, str]
-    ):
+        self,
+        name: str,
+        folder: Path,
+        words: Mapping[str, object],
+        env: Mapping[str, str],
+        by: Sequence[str] = (),
+    ) -> None:
         self.name = name
         self.folder = folder
         self.cache = folder / "cache"
+        self._by = by
         self.socket = folder / "node.sock"
         self.url = ""
         self._words = {"cache": self.cache, "socket": self.socket, "name": name, **words}
@@ -140,6 +146,7 @@ class Agent:
     def _start(self) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [
+                *self._by,
                 *(sys.executable, "-P", "-m", "warmcast.manifests", "node"),
                 *(
                     str(word)
@@ -244,22 +251,25 @@ class Fleet:
         folder.mkdir(parents=True, exist_ok=True)
         self.key.write_text(_KEY)
 
-    def start(self, *names: str, **options: object) -> list[Agent]:
+    def start(self, *names: str, by: Sequence[str] = (), **options: object) -> list[Agent]:
         """Start agents; returns when each of the fleet knows all of it."""
-        agents = [self.begin(name, **options) for name in names]
+        agents = [self.begin(name, by, **options) for name in names]
         for agent in agents:
             agent.wait_ready()
         self.all_know(len([a for a in self.agents if a.process.poll() is None]))
         return agents
 
-    def begin(self, name: str, **options: object) -> Agent:
-        """Start an agent, and do not wait for it. Underscores in options stand for dashes."""
+    def begin(self, name: str, by: Sequence[str] = (), **options: object) -> Agent:
+        """Start an agent, and do not wait for it. Underscores in options stand for dashes.
+
+        ``by`` is the command that runs it.
+        """
         words = {"origin": self.origin, "listen": "127.0.0.1:0", "key-file": self.key,
                  "high": "1GiB", "low": "1GiB"}  # fmt: skip
         if self.registry is not None:
             words["registry"] = self.registry
         told = {word.replace("_", "-"): value for word, value in options.items()}
-        agent = Agent(name, self._folder / name, {**words, **told}, self._env)
+        agent = Agent(name, self._folder / name, {**words, **told}, self._env, by)
         self.agents.append(agent)
         return agent
 

@@ -125,20 +125,21 @@ def test_one_that_keeps_others_waiting(
         assert asking.passed_by("slow") == blamed
 
 
-@pytest.mark.parametrize("end", ["kill", "stop"])
-def test_a_node_that_is_gone_and_not_yet_known_to_be(fleet: Fleet, end: str):
+def test_nodes_that_are_gone_and_not_yet_known_to_be(fleet: Fleet):
+    """One is killed, one stopped; when they are known to be gone they are asked no more."""
     model = publish(fleet.origin, 13)
-    a, b, c = fleet.start("a", "b", "c")
-    getattr(b, end)()
+    a, b, c, d = fleet.start("a", "b", "c", "d")
+    b.kill()
+    c.stop()
     assert "past the agent" not in told(load(fleet.origin, a, model))
     assert "b is passed by for 30 s" in a.log
-    assert read(c, fleet.store, model).total() == len(model.chunks)
-    # Whom b has left its chunks to is the same node for all who know that it is gone.
-    given = [agent.metrics()["warmcast_origin_bytes_total"] for agent in (a, c)]
+    assert "c is passed by for 30 s" in a.log
+    assert read(d, fleet.store, model).total() == len(model.chunks)
+    # Whom the two have left their chunks to is the same node for all who know of them.
+    given = [agent.metrics()["warmcast_origin_bytes_total"] for agent in (a, d)]
     assert sum(given) == model.nbytes
-    for agent in (a, c):
-        agent.wait(lambda told: told["warmcast_nodes"] == 2, "knows that b is gone")
-    if end == "stop":
-        b.go_on()
-        fleet.all_know(3)
-        assert read(b, fleet.store, model).total() == len(model.chunks)
+    for agent in (a, d):
+        agent.wait(lambda told: told["warmcast_nodes"] == 2, "knows that they are gone")
+    c.go_on()
+    fleet.all_know(3)
+    assert read(c, fleet.store, model).total() == len(model.chunks)
