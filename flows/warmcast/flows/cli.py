@@ -61,7 +61,7 @@ def deploy(
     """Turn a checkpoint into a verified deployment, and point a ref at it."""
     meshes = [_read_mesh(path) for path in mesh or ()]
     shard_nbytes = parse_size(max_shard_size, "--max-shard-size")
-    _check_origin(origin)
+    check_origin(origin)
     if json_file is not None and not json_file.parent.is_dir():
         raise UsageError(f"--json {json_file}", expected="a file in a folder", found="no folder")
     with ended_by_sigterm():
@@ -86,7 +86,7 @@ def deploy(
                 max_shard_nbytes=shard_nbytes,
                 work=work,
                 repair=repair,
-                deadline=_deadline(deadline),
+                deadline=deadline_of(deadline),
                 progress=for_terminal(),
             ).record()
     if json_file is not None:
@@ -103,7 +103,9 @@ def inspect(
     """Show a manifest in tables."""
     from warmcast.flows.tables import print_manifest
 
-    print_manifest(_manifest(target, origin, _deadline(deadline)), None if everything else _ROWS)
+    print_manifest(
+        manifest_of(target, origin, deadline_of(deadline)), None if everything else _ROWS
+    )
 
 
 def verify(
@@ -115,8 +117,8 @@ def verify(
     from warmcast.flows.errors import Damaged
     from warmcast.flows.steps.verify import verify as run
 
-    _check_origin(origin)
-    limit = _deadline(deadline)
+    check_origin(origin)
+    limit = deadline_of(deadline)
     progress = for_terminal()
     began = time.monotonic()
     with ended_by_sigterm(), Origin.open(origin) as opened:
@@ -152,7 +154,8 @@ def _run_flow(source: str, origin: str, ref: str, **options: Any) -> dict[str, A
     return record
 
 
-def _manifest(target: str, origin: str, deadline: Deadline) -> Manifest:
+def manifest_of(target: str, origin: str, deadline: Deadline) -> Manifest:
+    """The manifest that a ref, a digest or a file names."""
     path = Path(target)
     if path.is_file():
         if path.stat().st_size > _MANIFEST_LIMIT:
@@ -162,19 +165,21 @@ def _manifest(target: str, origin: str, deadline: Deadline) -> Manifest:
         raise UsageError(
             repr(target), expected="model@name, a digest or a manifest's file", found="none of them"
         )
-    _check_origin(origin)
+    check_origin(origin)
     with Origin.open(origin) as opened:
         return opened.resolve(target, deadline)
 
 
-def _check_origin(origin: str) -> None:
+def check_origin(origin: str) -> None:
+    """Raise :class:`UsageError` without an origin."""
     if not origin:
         raise UsageError(
             "origin", expected="a URL", found="none", do="give --origin or set WARMCAST_ORIGIN"
         )
 
 
-def _deadline(seconds: float | None) -> Deadline:
+def deadline_of(seconds: float | None) -> Deadline:
+    """The deadline that an option gives; never without."""
     if seconds is None:
         return Deadline.never()
     if not seconds > 0:

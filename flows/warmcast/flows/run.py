@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from warmcast.flows.steps.convert import (
 from warmcast.flows.steps.layouts import layout_for
 from warmcast.flows.steps.mirror import Mirrored, mirror_file
 from warmcast.flows.steps.order import load_order
-from warmcast.flows.steps.publish import publish
+from warmcast.flows.steps.publish import Collected, publish
 from warmcast.flows.steps.resolve import Plan, resolve
 from warmcast.flows.steps.weights import check_index, metadata_ties, read_headers
 from warmcast.flows.upstreams import Upstream, open_upstream
@@ -144,12 +145,36 @@ def deploy(
     kinds (``PreconditionFailed`` if another deploy moved the ref), ``DeadlineExceeded``. When it
     raises, the ref stands where it stood, and nothing is left in the work folder.
     """
-    began = time.monotonic()
     target = Ref.parse(ref)
     if max_shard_nbytes < 1:
         raise UsageError("max shard size", expected="1 byte or more", found=max_shard_nbytes)
-    upstream = open_upstream(source)
     progress = progress or Silent()
+    attempt = partial(
+        _attempt, source, origin_url, target, revision, meshes, max_shard_nbytes, work, repair,
+        deadline, progress, runner, time.monotonic(),
+    )  # fmt: skip
+    try:
+        return attempt()
+    except Collected as cause:
+        progress.note(f"once more: {cause}")
+        return attempt()
+
+
+def _attempt(
+    source: str | Path,
+    origin_url: str,
+    target: Ref,
+    revision: str | None,
+    meshes: Sequence[Mesh],
+    max_shard_nbytes: int,
+    work: Path | None,
+    repair: bool,
+    deadline: Deadline,
+    progress: Progress,
+    runner: Callable[[Ticker], Runner],
+    began: float,
+) -> DeployResult:
+    upstream = open_upstream(source)
     ticker = Ticker(deadline, progress.advance)
     with Origin.open(origin_url) as origin, WorkFolder(work) as folder:
         job = _Job(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -161,7 +162,7 @@ class Origin:
 
         Raises :class:`IntegrityError` if the origin has it already, but damaged.
         """
-        if not self.store.create(_manifest_key(manifest.digest), manifest.data, deadline):
+        if not self.store.create(manifest_key(manifest.digest), manifest.data, deadline):
             self.manifest(manifest.digest, deadline)
 
     def manifest(self, digest: str, deadline: Deadline) -> Manifest:
@@ -169,7 +170,7 @@ class Origin:
 
         Raises :class:`NotFound`, and :class:`IntegrityError` if the stored bytes are damaged.
         """
-        key = _manifest_key(digest)
+        key = manifest_key(digest)
         try:
             data, _ = self.store.read(key, deadline)
         except NotFound:
@@ -253,6 +254,20 @@ class Origin:
                 found="another deploy moved it",
                 do="deploy again if yours is the one that should stand",
             ) from None
+        # In the order of their keys, of moves within one second too.
+        key = f"{_history_prefix(ref)}{time.time_ns():020}-{manifest[:16]}.json"
+        self.store.create(key, canonical_json(record.model_dump(mode="json")), deadline)
+
+    def history(self, ref: Ref, deadline: Deadline) -> list[RefRecord]:
+        """What a ref was moved to, the oldest first; a move whose mover died may be missing."""
+        prefix = _history_prefix(ref)
+        records = []
+        for info in self.store.list(prefix, deadline):
+            with suppress(NotFound):
+                data, _ = self.store.read(info.key, deadline, limit=1 << 16)
+                content = parse_json(data, f"history of {ref}", InvalidManifest)
+                records.append(parse_record(RefRecord, content, f"history of {ref}"))
+        return records
 
     # Records beside them
 
@@ -282,6 +297,10 @@ def blob_key(sha256: str) -> str:
     return f"blobs/sha256/{sha256[:2]}/{sha256}"
 
 
+def _history_prefix(ref: Ref) -> str:
+    return f"history/{ref.model}/{ref.name}/"
+
+
 def now() -> str:
     """The time in UTC as records write it, to the second."""
     return datetime.now(UTC).strftime(TIME_FORMAT)
@@ -292,6 +311,7 @@ def _check_digest(digest: str) -> None:
         raise UsageError("digest", expected="64 lower-case hex digits", found=repr(digest))
 
 
-def _manifest_key(digest: str) -> str:
+def manifest_key(digest: str) -> str:
+    """A manifest's key in the store, from its digest."""
     _check_digest(digest)
     return f"manifests/sha256/{digest}.json"

@@ -9,9 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from warmcast.manifests.deadline import Deadline
-from warmcast.manifests.errors import IntegrityError, InvalidData, NotFound, PreconditionFailed
+from warmcast.manifests.errors import (
+    IntegrityError,
+    InvalidData,
+    NotFound,
+    PreconditionFailed,
+    StoreError,
+)
 from warmcast.manifests.manifest import Manifest
 from warmcast.manifests.origin import Origin, Ref, RefState
+from warmcast.manifests.retention import put_manifest
+
+
+class Collected(StoreError):
+    """Blobs that the origin had were collected before the manifest that names them was written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +38,20 @@ def publish(
 ) -> Published:
     """Point ``ref`` at ``manifest``, unless it names the same content already.
 
-    Raises :class:`PreconditionFailed` if another deploy moved it since ``before``.
+    Raises :class:`PreconditionFailed` if another deploy moved it since ``before``, and
+    :class:`Collected` if blobs went that nobody named until then: they are to be mirrored again.
     """
     present = _same_content(origin, before, manifest, deadline)
     if present is not None:
         return Published(present, changed=False)
-    origin.put_manifest(manifest, deadline)
+    missing = put_manifest(origin, manifest, deadline)
+    if missing:
+        raise Collected(
+            f"{missing[0].path} and {len(missing) - 1} more" if missing[1:] else missing[0].path,
+            expected="to be in the origin, as it was when this deploy looked",
+            found="that it was deleted meanwhile",
+            do="deploy again",
+        )
     try:
         origin.move_ref(ref, manifest.digest, before, deadline)
     except PreconditionFailed:
