@@ -20,7 +20,7 @@ For workers, who are let in by the socket's permissions:
     GET /files/<manifest>?wanted=   lines, as the chunks of a manifest's files come (``wanted``:
                                     their numbers, all without it): first a JSON object with the
                                     names of each one's blob, then ``<file> <chunk> <tier>`` each,
-                                    then ``end``, or ``failed <why>``
+                                    then ``end``, or ``failed <why>``; ``.`` while nothing comes
     GET /others/<manifest>          whom to ask for chunks should this agent go: a JSON object with
                                     ``addresses``, and a ``token`` for them
     GET /check/<manifest>           202; every chunk of it that is there is checked
@@ -64,6 +64,9 @@ _ON_ITS_WAY = 1.5
 _CALL = 30.0
 _AHEAD = 64
 """Chunks that are wanted at a time for one worker."""
+
+_STILL = 2.0
+"""Seconds of silence after which who waits is told that it is waited for."""
 
 _OTHERS = 8
 """Agents that a worker is told of."""
@@ -160,6 +163,7 @@ class Server:
     async def _known_manifest(self, request: web.Request) -> web.Response:
         digest = request.match_info["digest"]
         if self._allowed(request) != digest:
+            self._metrics.refused.inc()
             raise NotAllowed("token", expected=f"one for manifest {digest}")
         data = await asyncio.to_thread(self._catalogue.known, digest)
         return web.Response(status=404) if data is None else web.Response(body=data)
@@ -267,7 +271,7 @@ class Server:
                     self._metrics.saved.inc(blobs[file].spec.span(chunk)[1])
                 await _say(lines, f"{file} {chunk} {tier}")
 
-            await self._until_end(lines, self._bring(digest, blobs, Wish.WORKER, came))
+            await self._until_end(lines, self._bring(digest, blobs, Wish.WORKER, came, lines))
         return lines
 
     async def _others(self, request: web.Request) -> web.Response:
@@ -297,7 +301,7 @@ class Server:
             for file in files.values():  # one after another: what has come may be evicted meanwhile
                 with self._cache.use(Spec.of(manifest, file)) as blob:
                     number = manifest.files.index(file)
-                    await self._bring(digest, {number: blob}, Wish.BACKGROUND, came)
+                    await self._bring(digest, {number: blob}, Wish.BACKGROUND, came, lines)
 
         await self._until_end(lines, bring())
         return lines
@@ -331,8 +335,11 @@ class Server:
         blobs: Mapping[int, Blob],
         wish: Wish,
         came: Callable[[int, int, str], Awaitable[None]],
+        lines: web.StreamResponse,
     ) -> None:
-        """Have all chunks of some blobs, some at a time; ``came`` is told of each."""
+        """Have all chunks of some blobs, some at a time; ``came`` is told of each, ``lines`` when
+        there is nothing to tell.
+        """
         orders = await asyncio.to_thread(
             lambda: [(number, self._filler.order(blob)) for number, blob in blobs.items()]
         )
@@ -349,7 +356,11 @@ class Server:
                     running.add(asyncio.create_task(one(number, chunk)))
                 if not running:
                     return
-                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                done, running = await asyncio.wait(
+                    running, timeout=_STILL, return_when=asyncio.FIRST_COMPLETED
+                )
+                if not done:
+                    await _say(lines, ".")
                 for task in done:
                     await came(*task.result())
         finally:
