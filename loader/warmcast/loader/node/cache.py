@@ -317,6 +317,12 @@ class Cache:
     def _blob(self, spec: Spec) -> Blob:
         with self.lock:
             blob = self._blobs.get(spec.sha256)
+            if blob is not None and blob.spec.chunk_size != spec.chunk_size:
+                raise StoreError(
+                    f"blob {spec.sha256}",
+                    expected=f"chunks of {blob.spec.chunk_size} bytes, as it is cached",
+                    found=f"a manifest that cuts it into {spec.chunk_size}",
+                )
             if blob is None:
                 blob = self._blobs[spec.sha256] = Blob(self, spec)
                 self._used += blob.nbytes - self._found.pop(spec.sha256, 0)

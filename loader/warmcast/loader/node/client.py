@@ -17,7 +17,7 @@ from warmcast.manifests.manifest import Manifest, parse_manifest
 
 _CONNECT = 1.0
 _IDLE = 10.0
-"""Seconds between two lines of what comes, at most: nodes, origin and disk all have less."""
+"""Seconds between two lines, at most: an agent that waits for a chunk says so more often."""
 
 _MOST = 64 << 20
 
@@ -141,6 +141,8 @@ class NodeClient:
                 line = answer.response.readline(1 << 16).decode().rstrip("\n")
             if line == "end":
                 return
+            if line == ".":
+                continue
             kind, _, why = line.partition(" ")
             if kind == "failed":
                 raise StoreError(self.url, expected="all chunks", found=why)
