@@ -16,12 +16,14 @@ from warmcast.manifests.stores import ObjectStore, http, open_store
 
 BUCKET = "warmcast-tests"
 
+_SETTINGS = ("API_ENDPOINT_", "AWS_", "CLOUDSDK_", "GCE_", "GOOGLE_", "STORAGE_", "WARMCAST_")
+
 
 @pytest.fixture(autouse=True)
 def own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No setting of the machine reaches a test, and none of a test reaches the next."""
     for name in os.environ:
-        if name.startswith(("AWS_", "CLOUDSDK_", "GCE_", "GOOGLE_", "STORAGE_", "WARMCAST_")):
+        if name.startswith(_SETTINGS):
             monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no-aws-config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "no-aws-credentials"))

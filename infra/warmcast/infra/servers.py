@@ -243,7 +243,7 @@ class FakeGcs(Server):
         self.url = f"http://127.0.0.1:{port}"
         self._port = port
         place = secrets.token_hex(8)  # what its buckets say of themselves, and no stranger's do
-        command = [
+        command: list[str | Path] = [
             *(_fake_gcs_binary(), "-backend", "memory", "-scheme", "http", "-log-level", "error"),
             *("-host", "127.0.0.1", "-port", str(port), "-external-url", self.url),
             *("-location", place, "-data", "none"),

@@ -267,7 +267,7 @@ class GcsStore:
         What one of those took is deleted again, and :class:`IntegrityError` is raised.
         """
         generation = str(written["generation"])
-        found = (int(written.get("size", size)), written.get("crc32c") or to_base64(crc32c))
+        found = (int(written.get("size") or 0), written.get("crc32c") or to_base64(crc32c))
         if found == (size, to_base64(crc32c)):
             return generation
         blob = self.blob(key)
@@ -410,8 +410,9 @@ class _Session:
     ) -> _Answer:
         """Send a request of the call that runs in this thread."""
         call = _running.get()
-        body = data.encode() if isinstance(data, str) else data
-        sent = {_text(k): _text(v) for k, v in (headers or {}).items()} | call.headers()
+        body = data.encode() if isinstance(data, str) else data or b""
+        length = {"Content-Length": str(len(body))} if body or method == "POST" else {}
+        sent = {_text(k): _text(v) for k, v in (headers or {}).items()} | length | call.headers()
         with self._http.open(method, url, call.deadline, headers=sent, body=body) as response:
             if not 200 <= response.status < 300:
                 raise call.error(response)
@@ -425,7 +426,7 @@ def _text(value: str | bytes) -> str:
 
 def _info(key: str, blob: Blob) -> ObjectInfo:
     crc32c = from_base64(blob.crc32c) if blob.crc32c else None
-    return ObjectInfo(key, blob.size, str(blob.generation), crc32c)
+    return ObjectInfo(key, blob.size or 0, str(blob.generation), crc32c)
 
 
 def _check_crc32c(where: str, data: bytes, headers: Mapping[str, str]) -> None:

@@ -154,8 +154,9 @@ class _Requests(Request):
         **_: Any,
     ) -> _Answer:
         deadline = self._deadline if timeout is None else self._deadline.within(timeout)
-        data = body.encode() if isinstance(body, str) else body
-        with self._http.open(method, url, deadline, headers=headers or {}, body=data) as response:
+        data = (body.encode() if isinstance(body, str) else body) or b""
+        sent = {**(headers or {}), **({"Content-Length": str(len(data))} if data else {})}
+        with self._http.open(method, url, deadline, headers=sent, body=data) as response:
             if response.status in DEFAULT_RETRYABLE_STATUS_CODES:
                 raise Transient(url, f"{response.status} where a token was asked for")
             answer = read_all(response, _LIMIT, deadline, url)
