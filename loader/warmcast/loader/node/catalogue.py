@@ -9,20 +9,28 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import threading
 import time
 from collections import OrderedDict
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeAlias
 
 from warmcast.loader.errors import PeerError
 from warmcast.loader.node.cache import Spec
+from warmcast.loader.node.contents import Contents, parse_contents
 from warmcast.loader.node.membership import Membership
 from warmcast.loader.node.peers import Peers
 from warmcast.manifests.deadline import Deadline
-from warmcast.manifests.errors import DeadlineExceeded, NotFound, StoreUnreachable, WarmcastError
-from warmcast.manifests.manifest import FileEntry, Manifest, parse_manifest
+from warmcast.manifests.errors import (
+    DeadlineExceeded,
+    IntegrityError,
+    NotFound,
+    StoreError,
+    StoreUnreachable,
+    WarmcastError,
+)
 from warmcast.manifests.origin import Origin
 
 log = logging.getLogger("warmcast")
@@ -30,12 +38,11 @@ log = logging.getLogger("warmcast")
 MOST = 64 << 20
 """Bytes of a manifest, at most."""
 
+_DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _KEPT = 16
 _ASKED = 5
+_LONG = 3600.0
 _AWAY = (StoreUnreachable, DeadlineExceeded)
-
-_Entry: TypeAlias = tuple[Manifest, dict[str, FileEntry]]
-"""A manifest, and its files by the SHA-256 of their blobs."""
 
 
 class Catalogue:
@@ -48,33 +55,54 @@ class Catalogue:
         self._membership = membership
         self._peers = peers
         self._lock = threading.Lock()
-        self._known: OrderedDict[str, _Entry] = OrderedDict()
+        self._reading = threading.Lock()  # one at a time: a manifest may be large
+        self._known: OrderedDict[str, Contents] = OrderedDict()
 
-    def manifest(self, digest: str, deadline: Deadline) -> Manifest:
-        """The manifest of a digest. Raises :class:`NotFound` and what the origin raises."""
-        return self._entry(digest, deadline)[0]
+    def contents(self, digest: str, deadline: Deadline) -> Contents:
+        """What is in the manifest of a digest. Raises :class:`NotFound`, what the origin raises,
+        and :class:`DeadlineExceeded`.
+        """
+        found = self._remembered(digest)
+        if found is None:
+            with self._alone(digest, deadline):
+                found = self._remembered(digest) or self._read(digest, deadline)
+                self._remember(digest, found)
+        return found
 
     def spec(self, digest: str, sha256: str, deadline: Deadline) -> Spec:
         """What a blob is that a manifest lists. Raises :class:`NotFound` for one it does not."""
-        return _spec(self._entry(digest, deadline), sha256)
+        return _spec(self.contents(digest, deadline), digest, sha256)
 
     def known_spec(self, digest: str, sha256: str) -> Spec | None:
         """The same of a manifest that is in memory, and at once; None for another."""
-        entry = self._remembered(digest)
-        return None if entry is None else _spec(entry, sha256)
+        found = self._remembered(digest)
+        return None if found is None else _spec(found, digest, sha256)
 
-    def known(self, digest: str) -> bytes | None:
-        """The bytes of a manifest, if this node has it."""
-        try:
-            return self._file(digest).read_bytes()
-        except FileNotFoundError:
-            return None
+    def file(self, digest: str, deadline: Deadline) -> Path:
+        """The file of a manifest. Raises what :meth:`contents` does, and :class:`StoreError` if
+        it cannot be kept here.
+        """
+        self.contents(digest, deadline)
+        found = self.known_file(digest)
+        if found is None:
+            raise StoreError(f"manifest {digest}", expected="a disk to keep it on", found="none")
+        return found
+
+    def known_file(self, digest: str) -> Path | None:
+        """The file of a manifest, if this node has it."""
+        file = self._file(digest)
+        return file if file.is_file() else None
 
     def resolve(self, name: str, deadline: Deadline) -> str:
-        """The digest that a ref names now, or named when the origin was last reached."""
+        """The digest that a ref names now, or named when the origin was last reached.
+
+        A digest names itself.
+        """
+        if _DIGEST.fullmatch(name):
+            return name
         file = self._folder / f"ref-{name.replace('/', '%').replace('@', '%%')}"
         try:
-            digest = self._origin.resolve(name, deadline.share(0.5)).digest
+            digest = self._origin.digest(name, deadline.share(0.5))
         except _AWAY as cause:
             with suppress(OSError, ValueError, KeyError):
                 said = json.loads(file.read_bytes())
@@ -83,42 +111,48 @@ class Catalogue:
                 return str(said["manifest"])
             raise
         self._write(file, json.dumps({"manifest": digest, "at": time.time()}).encode())
+        with suppress(WarmcastError):  # to have them when the origin is away
+            self.signatures(digest, deadline)
         return digest
 
-    def _remembered(self, digest: str) -> _Entry | None:
-        with self._lock:
-            entry = self._known.get(digest)
-            if entry is not None:
-                self._known.move_to_end(digest)
-            return entry
+    @contextmanager
+    def _alone(self, digest: str, deadline: Deadline) -> Iterator[None]:
+        if not self._reading.acquire(timeout=min(deadline.remaining(), _LONG)):
+            raise DeadlineExceeded(f"no time left for manifest {digest}: others are being read")
+        try:
+            yield
+        finally:
+            self._reading.release()
 
-    def _entry(self, digest: str, deadline: Deadline) -> _Entry:
-        entry = self._remembered(digest)
-        if entry is not None:
-            return entry
-        manifest = self._read(digest, deadline)
+    def _remembered(self, digest: str) -> Contents | None:
         with self._lock:
-            entry = manifest, {file.sha256: file for file in manifest.files}
-            self._known[digest] = entry
+            found = self._known.get(digest)
+            if found is not None:
+                self._known.move_to_end(digest)
+            return found
+
+    def _remember(self, digest: str, contents: Contents) -> None:
+        with self._lock:
+            self._known[digest] = contents
             while len(self._known) > _KEPT:
                 self._known.popitem(last=False)
-            return entry
 
-    def _read(self, digest: str, deadline: Deadline) -> Manifest:
+    def _read(self, digest: str, deadline: Deadline) -> Contents:
         file = self._file(digest)
         with suppress(FileNotFoundError, WarmcastError):
-            return parse_manifest(file.read_bytes(), digest, str(file))
+            return parse_contents(file.read_bytes(), digest, str(file))
         try:
-            manifest = self._origin.manifest(digest, deadline.share(0.5))
+            data = self._origin.read_manifest(digest, deadline.share(0.5))
+            contents = parse_contents(data, digest, self._origin.url)
         except _AWAY:
             found = self._from_nodes(digest, deadline)
             if found is None:
                 raise
-            manifest = found
-        self._write(file, manifest.data)
-        return manifest
+            data, contents = found
+        self._write(file, data)
+        return contents
 
-    def _from_nodes(self, digest: str, deadline: Deadline) -> Manifest | None:
+    def _from_nodes(self, digest: str, deadline: Deadline) -> tuple[bytes, Contents] | None:
         """The manifest from one of those who own something of it, as likely as any others."""
         asked = [n for n in self._membership.ring.nodes if n != self._membership.node]
         for node in asked[:_ASKED]:
@@ -127,8 +161,8 @@ class Catalogue:
                 continue
             try:
                 data = self._peers.read(f"{address}/manifests/{digest}", digest, MOST, deadline)
-                return parse_manifest(data, digest, address)
-            except PeerError as cause:
+                return data, parse_contents(data, digest, address)
+            except (PeerError, IntegrityError) as cause:
                 log.info("%s: %s", node, cause)
         return None
 
@@ -147,11 +181,8 @@ class Catalogue:
                 name.unlink(missing_ok=True)
 
 
-def _spec(entry: _Entry, sha256: str) -> Spec:
-    manifest, files = entry
-    file = files.get(sha256)
-    if file is None:
-        raise NotFound(
-            f"blob {sha256}", expected=f"one of manifest {manifest.digest}", found="another"
-        )
-    return Spec.of(manifest, file)
+def _spec(contents: Contents, digest: str, sha256: str) -> Spec:
+    spec = contents.blobs.get(sha256)
+    if spec is None:
+        raise NotFound(f"blob {sha256}", expected=f"one of manifest {digest}", found="another")
+    return spec

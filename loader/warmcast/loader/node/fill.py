@@ -2,7 +2,8 @@
 
 Where a chunk is looked for: on the disk, at the nodes that own it by the ring, in the origin; the
 first that has it ends the search. One that another node asks for is not looked for on the ring
-again: whom they all ask is its owner, and that is how the origin gives it but once.
+again: whom they all ask is its owner, and that is how the origin gives it but once. Where the
+origin is away, any of a chunk's owners that has it gives it.
 
 What workers and other nodes wait for comes first. What is brought in the background waits while
 anybody does, and keeps to a rate.
@@ -33,7 +34,12 @@ from warmcast.loader.node.peers import NodeAsks, NodeBusy, NodeFailed, Peers
 from warmcast.loader.node.ring import Ring
 from warmcast.manifests.checksum import crc32c, to_hex
 from warmcast.manifests.deadline import Deadline
-from warmcast.manifests.errors import IntegrityError, WarmcastError
+from warmcast.manifests.errors import (
+    DeadlineExceeded,
+    IntegrityError,
+    StoreUnreachable,
+    WarmcastError,
+)
 from warmcast.manifests.origin import Origin
 from warmcast.manifests.stores import ObjectReader
 
@@ -52,6 +58,12 @@ _PATIENCE = 120.0
 
 _BUSY = 60.0
 """Seconds for which a node that is busy is asked again."""
+
+AWAY = (StoreUnreachable, DeadlineExceeded)
+"""How an origin fails that may have what is asked for, and does not answer."""
+
+_REMEMBERED = 5.0
+"""Seconds for which an origin that was away is the last to be asked."""
 
 _OPEN = 32
 """Blobs of the origin that are kept open."""
@@ -124,6 +136,7 @@ class Filler:
         self._waiting = 0  # contexts of foreground()
         self._under_way = 0  # bytes
         self._over = False
+        self._away = 0.0  # until when the origin is taken to be
         self._buffers: list[bytearray] = []
         self._readers: OrderedDict[str, ObjectReader] = OrderedDict()
         self._reading = threading.Lock()
@@ -263,8 +276,7 @@ class Filler:
             deadline = Deadline.after(_PATIENCE)
             tier = "ring"
             if job.wish is Wish.NODE or not self._from_ring(job, buffer, deadline):
-                tier = "origin"
-                self._from_origin(blob.spec, number, buffer, deadline)
+                tier = self._past_the_ring(job, buffer, deadline)
             blob.write(number, buffer)
         self._metrics.chunks.labels(tier).inc()
         self._metrics.nbytes.labels(tier).inc(len(buffer))
@@ -293,6 +305,32 @@ class Filler:
                 failed += 1
             finally:
                 job.by_ring = False
+        return False
+
+    def _past_the_ring(self, job: _Job, buffer: memoryview, deadline: Deadline) -> str:
+        """Take a chunk from the origin; where that is away, from any node that has it."""
+        away = time.monotonic() < self._away
+        if away and self._from_one_that_has_it(job, buffer, deadline):
+            return "ring"
+        try:
+            self._from_origin(job.blob.spec, job.number, buffer, deadline)
+        except AWAY:
+            self._away = time.monotonic() + _REMEMBERED
+            if away or not self._from_one_that_has_it(job, buffer, deadline):
+                raise
+            return "ring"
+        return "origin"
+
+    def _from_one_that_has_it(self, job: _Job, buffer: memoryview, deadline: Deadline) -> bool:
+        """What this node is to fetch others may have from before it came, or was chosen for it."""
+        ring, places = self._places_of(job.blob.spec)
+        for node in ring.following(int(places[job.number]), OWNERS):
+            address = self._membership.address(node)
+            if node == self._membership.node or address is None or self._peers.passed_by(node):
+                continue
+            with suppress(NodeFailed):
+                self._fetch(address, job, buffer, deadline, if_there=True)
+                return True
         return False
 
     def _from_node(self, address: str, job: _Job, buffer: memoryview, deadline: Deadline) -> None:
@@ -353,12 +391,17 @@ class Filler:
     def _reader(self, spec: Spec, deadline: Deadline) -> ObjectReader:
         with self._reading:
             reader = self._readers.get(spec.sha256)
-            if reader is None:
-                reader = self._readers[spec.sha256] = self._origin.open_blob(spec.sha256, deadline)
-            self._readers.move_to_end(spec.sha256)
+            if reader is not None:
+                self._readers.move_to_end(spec.sha256)
+                return reader
+        opened = self._origin.open_blob(spec.sha256, deadline)  # others need not wait for it
+        with self._reading:
+            reader = self._readers.setdefault(spec.sha256, opened)
             if len(self._readers) > _OPEN:
                 self._close_oldest()
-            return reader
+        if reader is not opened:
+            opened.close()
+        return reader
 
     def _close_oldest(self) -> None:
         with self._changed:
