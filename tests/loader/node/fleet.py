@@ -375,6 +375,7 @@ class Valve(Proxy):
         self.reads: list[tuple[str, int, int]] = []  # blob, first byte, bytes
         self._left: float = float("inf")
         self._turn = threading.Condition()
+        self._closed = False
         super().__init__(upstream)
 
     def hold(self, after: int = 0) -> None:
@@ -394,8 +395,11 @@ class Valve(Proxy):
             assert self._turn.wait_for(lambda: len(self.reads) >= count, PROMPT), "nobody reads"
 
     def close(self) -> None:
-        self.open()
-        super().close()
+        """Cut all connections, and take no more: the origin is away from now on."""
+        if not self._closed:
+            self._closed = True
+            self.open()
+            super().close()
 
     def _forward(self, request: bytes) -> bytes:
         asked = _READ.match(request)
