@@ -170,9 +170,14 @@ class Origin:
 
         Raises :class:`NotFound`, and :class:`IntegrityError` if the stored bytes are damaged.
         """
+        data = self.read_manifest(digest, deadline)
+        return parse_manifest(data, digest, f"{self.url}: {manifest_key(digest)}")
+
+    def read_manifest(self, digest: str, deadline: Deadline) -> bytes:
+        """The bytes of a manifest, not checked here. Raises :class:`NotFound`."""
         key = manifest_key(digest)
         try:
-            data, _ = self.store.read(key, deadline)
+            return self.store.read(key, deadline)[0]
         except NotFound:
             raise NotFound(
                 f"manifest {digest}",
@@ -180,7 +185,6 @@ class Origin:
                 found=f"no {key}",
                 do="deploy it again",
             ) from None
-        return parse_manifest(data, digest, f"{self.url}: {key}")
 
     def resolve(self, name: str, deadline: Deadline) -> Manifest:
         """The manifest that a ref (``model@name``) or a digest names.
@@ -189,12 +193,16 @@ class Origin:
         :class:`NotFound` with the nearest names if there is no such ref.
         """
         manifest = self._resolved
-        digest = self._digest(name, deadline)
+        digest = self.digest(name, deadline)
         if manifest is None or manifest.digest != digest:
             self._resolved = manifest = self.manifest(digest, deadline)
         return manifest
 
-    def _digest(self, name: str, deadline: Deadline) -> str:
+    def digest(self, name: str, deadline: Deadline) -> str:
+        """The digest that a ref (``model@name``) names; a digest names itself.
+
+        Raises :class:`NotFound` with the nearest names if there is no such ref.
+        """
         if _DIGEST.fullmatch(name):
             return name
         ref = Ref.parse(name)

@@ -22,7 +22,8 @@ For workers, who are let in by the socket's permissions:
                                     names of each one's blob, then ``<file> <chunk> <tier>`` each,
                                     then ``end``, or ``failed <why>``; ``.`` while nothing comes
     GET /others/<manifest>          whom to ask for chunks should this agent go: a JSON object with
-                                    ``addresses``, and a ``token`` for them
+                                    ``addresses``, and a ``token`` for them. ``?ref=`` is what the
+                                    worker knows the manifest by
     GET /check/<manifest>           202; every chunk of it that is there is checked
     GET /prefetch/<manifest>        lines: ``<bytes there> <bytes in all>``, then ``end`` or
                                     ``failed <why>``
@@ -48,6 +49,7 @@ from aiohttp import web
 
 from warmcast.loader.node.cache import Blob, Cache, CacheFull, Spec
 from warmcast.loader.node.catalogue import Catalogue
+from warmcast.loader.node.contents import Contents
 from warmcast.loader.node.fill import Filler, Wish
 from warmcast.loader.node.membership import Membership
 from warmcast.loader.node.metrics import Metrics
@@ -101,7 +103,7 @@ class Server:
         self._metrics = metrics
         self._uploads = 0
         self._passed_on = PassedOn()
-        self._checking: set[asyncio.Task[None]] = set()
+        self._working: set[asyncio.Task[None]] = set()
         metrics.watch("warmcast_cache_bytes", "Bytes in the cache", lambda: cache.nbytes)
         metrics.watch("warmcast_cache_evicted_bytes", "Bytes deleted", lambda: cache.evicted)
         metrics.watch("warmcast_chunks_in_flight", "Chunks wanted", lambda: filler.under_way)
@@ -160,13 +162,13 @@ class Server:
             self._metrics.refused.inc()
             raise
 
-    async def _known_manifest(self, request: web.Request) -> web.Response:
+    async def _known_manifest(self, request: web.Request) -> web.StreamResponse:
         digest = request.match_info["digest"]
         if self._allowed(request) != digest:
             self._metrics.refused.inc()
             raise NotAllowed("token", expected=f"one for manifest {digest}")
-        data = await asyncio.to_thread(self._catalogue.known, digest)
-        return web.Response(status=404) if data is None else web.Response(body=data)
+        file = await asyncio.to_thread(self._catalogue.known_file, digest)
+        return web.Response(status=404) if file is None else web.FileResponse(file)
 
     async def _chunk(self, request: web.Request) -> web.StreamResponse:
         digest = self._allowed(request)
@@ -245,20 +247,23 @@ class Server:
         digest = await asyncio.to_thread(self._catalogue.resolve, name, Deadline.after(_CALL))
         return web.Response(text=digest)
 
-    async def _manifest(self, request: web.Request) -> web.Response:
+    async def _manifest(self, request: web.Request) -> web.StreamResponse:
         digest = request.match_info["digest"]
-        found = await asyncio.to_thread(self._catalogue.manifest, digest, Deadline.after(_CALL))
-        return web.Response(body=found.data)
+        found = await asyncio.to_thread(self._catalogue.file, digest, Deadline.after(_CALL))
+        return web.FileResponse(found)
+
+    async def _contents(self, request: web.Request) -> tuple[str, Contents]:
+        digest = request.match_info["digest"]
+        return digest, await asyncio.to_thread(
+            self._catalogue.contents, digest, Deadline.after(_CALL)
+        )
 
     async def _files(self, request: web.Request) -> web.StreamResponse:
-        digest = request.match_info["digest"]
-        manifest = await asyncio.to_thread(self._catalogue.manifest, digest, Deadline.after(_CALL))
-        wanted = _numbers(request.query.get("wanted"), len(manifest.files))
+        digest, contents = await self._contents(request)
+        wanted = _numbers(request.query.get("wanted"), len(contents.files))
         with ExitStack() as stack:
             blobs = {
-                number: stack.enter_context(
-                    self._cache.use(Spec.of(manifest, manifest.files[number]))
-                )
+                number: stack.enter_context(self._cache.use(contents.files[number]))
                 for number in wanted
             }
             stack.enter_context(self._filler.foreground())
@@ -275,6 +280,13 @@ class Server:
         return lines
 
     async def _others(self, request: web.Request) -> web.Response:
+        if "ref" in request.query:
+            # What a ref names has to be known here, too, by the time that the origin is away.
+            self._beside(
+                asyncio.to_thread(
+                    self._catalogue.resolve, request.query["ref"], Deadline.after(_CALL)
+                )
+            )
         nodes = [n for n in self._membership.ring.nodes if n != self._membership.node]
         chosen = random.sample(nodes, min(_OTHERS, len(nodes)))
         addresses = [self._membership.address(node) for node in chosen]
@@ -286,40 +298,49 @@ class Server:
         )
 
     async def _prefetch(self, request: web.Request) -> web.StreamResponse:
-        digest = request.match_info["digest"]
-        manifest = await asyncio.to_thread(self._catalogue.manifest, digest, Deadline.after(_CALL))
+        digest, contents = await self._contents(request)
         lines = await _lines(request)
-        files = {file.sha256: file for file in manifest.files}
-        total, done = sum(file.size for file in files.values()), 0
+        specs = list(contents.blobs.values())
+        total, done = sum(spec.size for spec in specs), 0
 
         async def came(file: int, chunk: int, _tier: str) -> None:
             nonlocal done
-            done += Spec.of(manifest, manifest.files[file]).span(chunk)[1]
+            done += specs[file].span(chunk)[1]
             await _say(lines, f"{done} {total}")
 
         async def bring() -> None:
-            for file in files.values():  # one after another: what has come may be evicted meanwhile
-                with self._cache.use(Spec.of(manifest, file)) as blob:
-                    number = manifest.files.index(file)
+            # One after another: what has come may be evicted meanwhile.
+            for number, spec in enumerate(specs):
+                with self._cache.use(spec) as blob:
                     await self._bring(digest, {number: blob}, Wish.BACKGROUND, came, lines)
 
         await self._until_end(lines, bring())
         return lines
 
     async def _check(self, request: web.Request) -> web.Response:
-        digest = request.match_info["digest"]
-        manifest = await asyncio.to_thread(self._catalogue.manifest, digest, Deadline.after(_CALL))
+        _, contents = await self._contents(request)
 
         def check() -> None:
-            for file in manifest.files:
-                with self._cache.use(Spec.of(manifest, file)) as blob:
-                    for number in set(range(len(file.chunks))) - set(blob.missing()):
+            for spec in contents.blobs.values():
+                with self._cache.use(spec) as blob:
+                    for number in set(range(len(spec.crcs))) - set(blob.missing()):
                         blob.check(number)
 
-        task = asyncio.create_task(asyncio.to_thread(check))
-        self._checking.add(task)
-        task.add_done_callback(self._checking.discard)
+        self._beside(asyncio.to_thread(check))
         return web.Response(status=202)
+
+    def _beside(self, work: Coroutine[Any, Any, object]) -> None:
+        """Have something done that nobody waits for."""
+
+        async def done() -> None:
+            try:
+                await work
+            except WarmcastError as cause:
+                log.info("%s", one_line(cause))
+
+        task = asyncio.create_task(done())
+        self._working.add(task)
+        task.add_done_callback(self._working.discard)
 
     async def _until_end(self, lines: web.StreamResponse, work: Coroutine[Any, Any, None]) -> None:
         try:
