@@ -241,6 +241,20 @@ def test_who_reaches_the_registry() -> None:
         assert labels[expression["key"]] in expression["values"]
 
 
+def test_who_reaches_the_agents() -> None:
+    """Other agents, and workers whose own agent has gone, which trust them and have no key."""
+    (rule,) = of("NetworkPolicy")["warmcast-agent"]["spec"]["ingress"]
+    reached = [peer["podSelector"]["matchLabels"].items() for peer in rule["from"]]
+    for name in ("warmcast-agent", "minilm"):
+        labels = PODS[name]["metadata"]["labels"].items()
+        assert any(selector <= labels for selector in reached)
+    (authority,) = (v["secret"] for v in PODS["minilm"]["spec"]["volumes"] if "secret" in v)
+    (worker,) = PODS["minilm"]["spec"]["containers"]
+    (trusted,) = (v["value"] for v in worker["env"] if v["name"] == "WARMCAST_TLS_CA")
+    assert [item["key"] for item in authority["items"]] == ["ca.crt"]
+    assert trusted.endswith("/ca.crt")
+
+
 @pytest.mark.parametrize(("pod", "container"), ALL)
 def test_containers_are_confined(pod: dict[str, Any], container: dict[str, Any]) -> None:
     context = pod["spec"]["securityContext"] | container["securityContext"]
