@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,6 +20,9 @@ from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import UsageError, WarmcastError
 from warmcast.manifests.manifest import Manifest, parse_manifest
 from warmcast.manifests.origin import Origin
+
+if TYPE_CHECKING:
+    from warmcast.flows.steps.publish import Signing
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.I)
 _ROWS = 40
@@ -52,6 +56,16 @@ def deploy(
     repair: Annotated[
         bool, typer.Option("--repair", help="Re-read what the origin has; replace what is wrong.")
     ] = False,
+    sign_key: Annotated[
+        Path | None, typer.Option(help="Sign with this Ed25519 private key, in PEM.")
+    ] = None,
+    sign_command: Annotated[
+        str | None,
+        typer.Option(help="Sign with this command: message on its input, signature on its output."),
+    ] = None,
+    sign_public_key: Annotated[
+        Path | None, typer.Option(help="The public key of --sign-command, in PEM.")
+    ] = None,
     flow: Annotated[bool, typer.Option("--flow", help="Run as a Prefect flow.")] = False,
     deadline: Seconds = None,
     json_file: Annotated[
@@ -62,6 +76,9 @@ def deploy(
     meshes = [_read_mesh(path) for path in mesh or ()]
     shard_nbytes = parse_size(max_shard_size, "--max-shard-size")
     check_origin(origin)
+    signing = _signing(sign_key, sign_command, sign_public_key)
+    if signing is not None and flow:
+        raise UsageError("--flow", expected="no --sign-... with it", found="one")
     if json_file is not None and not json_file.parent.is_dir():
         raise UsageError(f"--json {json_file}", expected="a file in a folder", found="no folder")
     with ended_by_sigterm():
@@ -86,6 +103,7 @@ def deploy(
                 max_shard_nbytes=shard_nbytes,
                 work=work,
                 repair=repair,
+                signing=signing,
                 deadline=deadline_of(deadline),
                 progress=for_terminal(),
             ).record()
@@ -138,6 +156,33 @@ def verify(
         f"{ref}: manifest {manifest.digest[:12]}: {len(manifest.files)} files, "
         f"{nbytes_text(manifest.nbytes)}: every byte is right, {time.monotonic() - began:.1f} s"
     )
+
+
+def _signing(
+    sign_key: Path | None, sign_command: str | None, public_key: Path | None
+) -> Signing | None:
+    """How to sign, from the options that say so."""
+    if sign_key is None and sign_command is None:
+        return None
+    if sign_key is not None and sign_command is not None:
+        raise UsageError("--sign-key", expected="no --sign-command with it", found="one")
+    from warmcast.flows.steps.publish import Signing
+    from warmcast.manifests.trust import PublicKey, command_signer, key_signer
+
+    try:
+        if sign_key is not None:
+            return Signing(key_signer(sign_key), PublicKey.read(sign_key))
+        words = shlex.split(sign_command or "")
+        if not words or public_key is None:
+            raise UsageError("--sign-command", expected="a command, and --sign-public-key")
+        return Signing(command_signer(words), PublicKey.read(public_key))
+    except ModuleNotFoundError as cause:
+        raise UsageError(
+            "--sign-key",
+            expected=f"the package {cause.name!r}",
+            found="it is not installed",
+            do="pip install 'warmcast[trust]'",
+        ) from cause
 
 
 def _run_flow(source: str, origin: str, ref: str, **options: Any) -> dict[str, Any]:

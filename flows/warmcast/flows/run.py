@@ -29,7 +29,7 @@ from warmcast.flows.steps.convert import (
 from warmcast.flows.steps.layouts import layout_for
 from warmcast.flows.steps.mirror import Mirrored, mirror_file
 from warmcast.flows.steps.order import load_order
-from warmcast.flows.steps.publish import Collected, publish
+from warmcast.flows.steps.publish import Collected, Signing, publish
 from warmcast.flows.steps.resolve import Plan, resolve
 from warmcast.flows.steps.weights import check_index, metadata_ties, read_headers
 from warmcast.flows.upstreams import Upstream, open_upstream
@@ -130,16 +130,17 @@ def deploy(
     max_shard_nbytes: int = MAX_SHARD_NBYTES,
     work: Path | None = None,
     repair: bool = False,
+    signing: Signing | None = None,
     deadline: Deadline = _NEVER,
     progress: Progress | None = None,
     runner: Callable[[Ticker], Runner] = InProcess,
 ) -> DeployResult:
     """Deploy ``source`` (a folder) into the origin at ``origin_url``, and point ``ref`` at it.
 
-    ``revision`` overrides what the source says of itself. For each of ``meshes`` the manifest
-    gets a layout. Pickles are converted in a folder below ``work`` into files of at most
-    ``max_shard_nbytes`` bytes of tensors. ``repair`` re-reads what the origin has already and
-    replaces what is wrong.
+    ``signing`` signs the manifest. ``revision`` overrides what the source says of itself. For each
+    of ``meshes`` the manifest gets a layout. Pickles are converted in a folder below ``work`` into
+    files of at most ``max_shard_nbytes`` bytes of tensors. ``repair`` re-reads what the origin has
+    already and replaces what is wrong.
 
     Raises :class:`UsageError`, :class:`DeployError` and its kinds, :class:`StoreError` and its
     kinds (``PreconditionFailed`` if another deploy moved the ref), ``DeadlineExceeded``. When it
@@ -151,7 +152,7 @@ def deploy(
     progress = progress or Silent()
     attempt = partial(
         _attempt, source, origin_url, target, revision, meshes, max_shard_nbytes, work, repair,
-        deadline, progress, runner, time.monotonic(),
+        signing, deadline, progress, runner, time.monotonic(),
     )  # fmt: skip
     try:
         return attempt()
@@ -169,6 +170,7 @@ def _attempt(
     max_shard_nbytes: int,
     work: Path | None,
     repair: bool,
+    signing: Signing | None,
     deadline: Deadline,
     progress: Progress,
     runner: Callable[[Ticker], Runner],
@@ -203,7 +205,7 @@ def _attempt(
             layouts=[layout_for(tensors, tied, mesh, job.reader(files)) for mesh in meshes],
         )
         published = job.runner.call(
-            "publish", lambda: publish(origin, target, manifest, before, deadline)
+            "publish", lambda: publish(origin, target, manifest, before, deadline, signing)
         )
     return DeployResult(
         ref=str(target),

@@ -2,6 +2,7 @@
 
 WARMCAST_ORIGIN        the origin's URL; required
 WARMCAST_REGISTRY      redis://host:port; without it there are no peers
+WARMCAST_TRUST         public keys (PEM files, ``:`` between them) of which one has to have signed
 WARMCAST_NODE          the socket of the node's agent; without it there is none
 WARMCAST_TLS_CA        the authority of agents that speak TLS, should the node's own go
 WARMCAST_DEADLINE      seconds that a load may take; 600 unless set
@@ -33,6 +34,7 @@ class Settings:
     deadline: float = DEADLINE
     host_memory: int = HOST_MEMORY
     node: str | None = None
+    trust: tuple[str, ...] = ()
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
@@ -64,4 +66,5 @@ class Settings:
             deadline,
             int(memory),
             env.get("WARMCAST_NODE") or None,
+            tuple(filter(None, env.get("WARMCAST_TRUST", "").split(os.pathsep))),
         )

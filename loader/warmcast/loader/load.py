@@ -59,6 +59,7 @@ from warmcast.manifests.errors import WarmcastError
 from warmcast.manifests.identity import Identity, Mesh
 from warmcast.manifests.manifest import Manifest
 from warmcast.manifests.origin import Origin
+from warmcast.manifests.trust import Trust
 
 PEER_SHARE = 0.5
 """The part of the time left that finding, waiting for and receiving from peers may take."""
@@ -97,7 +98,7 @@ class Wanted:
 @dataclass(frozen=True, slots=True)
 class Ways:
     """Whom a worker can ask: the origin always, peers where there is a registry and a transport,
-    the node's agent where it was named.
+    the node's agent where it was named. With ``trust``, a manifest has to be signed.
 
     ``lead`` takes the lease of an identity, under which the origin is read, or says None if
     somebody else has it; its owner keeps it until this worker serves, and gives it back if the load
@@ -110,6 +111,7 @@ class Ways:
     peers: PeerRoute | None
     lead: Callable[[str, Deadline], Lease | None]
     node: NodeClient | None = None
+    trust: Trust | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +236,11 @@ class Walk:
         """The manifest, one for all ranks: a ref may move between two ranks' looks at it."""
         origin, ref = self._ways.origin, self._wanted.ref
         manifest = self._stages.together(
-            "ref", partial(_noted, lambda: resolve(origin, self._ways.node, ref, self._deadline))
+            "ref",
+            partial(
+                _noted,
+                lambda: resolve(origin, self._ways.node, ref, self._deadline, self._ways.trust),
+            ),
         )
         digest = self._stages.first(manifest.digest)
         if self._group.size == 1:
@@ -412,7 +418,8 @@ class Walk:
         return self._storage.read(self._job(manifest, plan, self._identity(manifest, state)))
 
     def _job(self, manifest: Manifest, plan: Plan, identity: Identity) -> Job:
-        return Job(manifest, plan, identity, self._wanted.device, arena=self._wanted.arena)
+        wanted = self._wanted
+        return Job(manifest, plan, identity, wanted.device, wanted.arena, wanted.ref)
 
     # 6: into the model
 

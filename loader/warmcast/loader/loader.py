@@ -38,6 +38,7 @@ from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import UsageError, WarmcastError
 from warmcast.manifests.identity import Mesh
 from warmcast.manifests.origin import Origin
+from warmcast.manifests.trust import Trust
 
 log = logging.getLogger("warmcast")
 
@@ -61,18 +62,22 @@ class Loader:
         deadline: float = DEADLINE,
         host_memory: int = HOST_MEMORY,
         node: str | os.PathLike[str] | None = None,
+        trust: Sequence[str | os.PathLike[str]] = (),
         group: Group | None = None,
     ) -> None:
         """Make a loader of an origin's URL and a registry's (``redis://…``); None: no peers.
 
         ``deadline`` is the time in seconds that a load may take, unless it is told otherwise;
         ``host_memory`` the bytes of host memory, beyond the model's own, that loads may use, kept
-        between them. ``node`` is the socket of the node's agent; None: there is none. ``group`` is
-        the ranks that load together; None: those that torchrun's environment names.
+        between them. ``node`` is the socket of the node's agent; None: there is none. ``trust``
+        names files of Ed25519 public keys, of which one has to have signed a manifest; empty: any
+        manifest will do. ``group`` is the ranks that load together; None: those that torchrun's
+        environment names.
         """
         self._origin = Origin.open(origin)
         self._registry = Registry(registry) if registry else None
         self._node = NodeClient(Path(node)) if node is not None else None
+        self._trust = Trust.read([Path(path) for path in trust]) if trust else None
         self._seconds = deadline
         self._group = group
         self._own_group: Group | None = None
@@ -94,6 +99,7 @@ class Loader:
             deadline=settings.deadline,
             host_memory=settings.host_memory,
             node=settings.node,
+            trust=settings.trust,
         )
 
     @contextmanager
@@ -170,7 +176,9 @@ class Loader:
         peers = None
         if self._registry is not None and transports:
             peers = PeerRoute(self._registry, self._endpoint(wanted.device, transports), transports)
-        ways = Ways(self._origin, self._staging, self._registry, peers, lead, self._node)
+        ways = Ways(
+            self._origin, self._staging, self._registry, peers, lead, self._node, self._trust
+        )
         try:
             with ExitStack() as stack:
                 if peers is not None:

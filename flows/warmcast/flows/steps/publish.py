@@ -19,6 +19,7 @@ from warmcast.manifests.errors import (
 from warmcast.manifests.manifest import Manifest
 from warmcast.manifests.origin import Origin, Ref, RefState
 from warmcast.manifests.retention import put_manifest
+from warmcast.manifests.trust import PublicKey, Signer, message, read, write
 
 
 class Collected(StoreError):
@@ -33,16 +34,38 @@ class Published:
     changed: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Signing:
+    """How manifests are signed, and the key that has to recognise it."""
+
+    signer: Signer
+    key: PublicKey
+
+    def sign(self, origin: Origin, digest: str, deadline: Deadline) -> None:
+        """Sign a manifest that is in the origin, if this key has not."""
+        if self.key.name not in read(origin.store, digest, deadline):
+            signature = self.signer(message(digest), deadline)
+            write(origin.store, digest, self.key, signature, deadline)
+
+
 def publish(
-    origin: Origin, ref: Ref, manifest: Manifest, before: RefState | None, deadline: Deadline
+    origin: Origin,
+    ref: Ref,
+    manifest: Manifest,
+    before: RefState | None,
+    deadline: Deadline,
+    signing: Signing | None = None,
 ) -> Published:
-    """Point ``ref`` at ``manifest``, unless it names the same content already.
+    """Point ``ref`` at ``manifest``, unless it names the same content already. It is signed before
+    anybody can find it.
 
     Raises :class:`PreconditionFailed` if another deploy moved it since ``before``, and
     :class:`Collected` if blobs went that nobody named until then: they are to be mirrored again.
     """
     present = _same_content(origin, before, manifest, deadline)
     if present is not None:
+        if signing is not None:
+            signing.sign(origin, present.digest, deadline)
         return Published(present, changed=False)
     missing = put_manifest(origin, manifest, deadline)
     if missing:
@@ -52,6 +75,8 @@ def publish(
             found="that it was deleted meanwhile",
             do="deploy again",
         )
+    if signing is not None:
+        signing.sign(origin, manifest.digest, deadline)
     try:
         origin.move_ref(ref, manifest.digest, before, deadline)
     except PreconditionFailed:

@@ -13,7 +13,7 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from warmcast.loader.node.cache import Spec
 from warmcast.loader.node.contents import Contents, parse_contents
 from warmcast.loader.node.membership import Membership
 from warmcast.loader.node.peers import Peers
+from warmcast.manifests import trust
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import (
     DeadlineExceeded,
@@ -111,9 +112,23 @@ class Catalogue:
                 return str(said["manifest"])
             raise
         self._write(file, json.dumps({"manifest": digest, "at": time.time()}).encode())
-        with suppress(WarmcastError):  # to have them when the origin is away
-            self.signatures(digest, deadline)
         return digest
+
+    def signatures(self, digest: str, deadline: Deadline) -> Mapping[str, bytes]:
+        """A manifest's signatures by the names of their keys, unchecked: those that there are, or
+        were when the origin was last reached.
+        """
+        file = self._folder / f"{digest}.signatures"
+        try:
+            found = trust.read(self._origin.store, digest, deadline.share(0.5))
+        except _AWAY:
+            with suppress(OSError, ValueError):
+                said = json.loads(file.read_bytes())
+                return {str(name): bytes.fromhex(text) for name, text in said.items()}
+            raise
+        text = json.dumps({name: signature.hex() for name, signature in found.items()})
+        self._write(file, text.encode())
+        return found
 
     @contextmanager
     def _alone(self, digest: str, deadline: Deadline) -> Iterator[None]:

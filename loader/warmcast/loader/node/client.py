@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
+from urllib.parse import quote
 
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import NotFound, StoreError, StoreUnreachable
@@ -100,13 +101,16 @@ class NodeClient:
 
     def resolve(self, name: str, deadline: Deadline) -> str:
         """The digest that a ref names, as the agent knows it."""
-        from urllib.parse import quote
-
         return self._read(f"/refs/{quote(name, safe='@/')}", deadline).decode("ascii")
 
     def manifest(self, digest: str, deadline: Deadline) -> Manifest:
         """The manifest of a digest."""
         return parse_manifest(self._read(f"/manifests/{digest}", deadline), digest, self.url)
+
+    def signatures(self, digest: str, deadline: Deadline) -> Mapping[str, bytes]:
+        """A manifest's signatures as the agent has seen them, by the names of their keys."""
+        told = json.loads(self._read(f"/signatures/{digest}", deadline))
+        return {str(name): bytes.fromhex(text) for name, text in told.items()}
 
     @contextmanager
     def files(self, digest: str, wanted: Iterable[int], deadline: Deadline) -> Iterator[Files]:
@@ -115,9 +119,13 @@ class NodeClient:
         with self._asked(f"/files/{digest}?wanted={numbers}", deadline) as answer:
             yield Files(answer, self._lines(answer, deadline))
 
-    def others(self, digest: str, deadline: Deadline) -> Mapping[str, Any]:
-        """Agents to ask for chunks should this one go: ``addresses``, and a ``token`` for them."""
-        told: Mapping[str, Any] = json.loads(self._read(f"/others/{digest}", deadline))
+    def others(self, digest: str, deadline: Deadline, ref: str = "") -> Mapping[str, Any]:
+        """Agents to ask for chunks should this one go: ``addresses``, and a ``token`` for them.
+
+        The agent looks up what ``ref`` names, to know it when the origin does not answer.
+        """
+        query = f"?ref={quote(ref, safe='')}" if "@" in ref else ""
+        told: Mapping[str, Any] = json.loads(self._read(f"/others/{digest}{query}", deadline))
         return told
 
     def check(self, digest: str, deadline: Deadline) -> None:

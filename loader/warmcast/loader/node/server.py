@@ -17,6 +17,7 @@ For workers, who are let in by the socket's permissions:
 
     GET /refs/<model>@<name>        the digest, as text
     GET /manifests/<digest>         the manifest
+    GET /signatures/<digest>        its signatures by their keys' names, in hex: a JSON object
     GET /files/<manifest>?wanted=   lines, as the chunks of a manifest's files come (``wanted``:
                                     their numbers, all without it): first a JSON object with the
                                     names of each one's blob, then ``<file> <chunk> <tier>`` each,
@@ -132,6 +133,7 @@ class Server:
         app.router.add_get("/metrics", self._tell_metrics)
         app.router.add_get(r"/refs/{ref:.{1,512}}", self._ref)
         app.router.add_get(rf"/manifests/{{digest:{_SHA}}}", self._manifest)
+        app.router.add_get(rf"/signatures/{{digest:{_SHA}}}", self._signatures)
         app.router.add_get(rf"/files/{{digest:{_SHA}}}", self._files)
         app.router.add_get(rf"/others/{{digest:{_SHA}}}", self._others)
         app.router.add_get(rf"/check/{{digest:{_SHA}}}", self._check)
@@ -257,6 +259,12 @@ class Server:
         return digest, await asyncio.to_thread(
             self._catalogue.contents, digest, Deadline.after(_CALL)
         )
+
+    async def _signatures(self, request: web.Request) -> web.Response:
+        found = await asyncio.to_thread(
+            self._catalogue.signatures, request.match_info["digest"], Deadline.after(_CALL)
+        )
+        return web.json_response({name: signature.hex() for name, signature in found.items()})
 
     async def _files(self, request: web.Request) -> web.StreamResponse:
         digest, contents = await self._contents(request)

@@ -23,7 +23,8 @@ from warmcast.manifests.manifest import Manifest
 class Job:
     """What one rank wants: this plan of this manifest, under this identity, on this device.
 
-    ``arena`` tells that the memory to be filled is an arena.
+    ``arena`` tells that the memory to be filled is an arena; ``ref`` is what the manifest was asked
+    for by.
     """
 
     manifest: Manifest
@@ -31,6 +32,7 @@ class Job:
     identity: Identity
     device: torch.device
     arena: bool = True
+    ref: str = ""
 
 
 class Source(Protocol):

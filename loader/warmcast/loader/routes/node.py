@@ -37,6 +37,7 @@ from warmcast.manifests.manifest import Manifest
 from warmcast.manifests.origin import Origin
 from warmcast.manifests.stores import ObjectReader
 from warmcast.manifests.stores.file_reader import FileReader
+from warmcast.manifests.trust import Trust, read
 
 log = logging.getLogger("warmcast")
 
@@ -44,18 +45,32 @@ _ANSWER = 2.0
 """Seconds that an agent has for its first answer."""
 
 
-def resolve(origin: Origin, node: NodeClient | None, ref: str, deadline: Deadline) -> Manifest:
-    """The manifest that a ref names: by the origin, or where that is away as the node knows it."""
-    if node is None:
-        return origin.resolve(ref, deadline)
+def resolve(
+    origin: Origin,
+    node: NodeClient | None,
+    ref: str,
+    deadline: Deadline,
+    trust: Trust | None = None,
+) -> Manifest:
+    """The manifest that a ref names: by the origin, or where that is away as the node knows it.
+
+    With ``trust`` it has to be signed; raises :class:`Untrusted`.
+    """
     try:
-        return origin.resolve(ref, deadline.share(0.25))
+        manifest = origin.resolve(ref, deadline if node is None else deadline.share(0.25))
+        signatures = read(origin.store, manifest.digest, deadline) if trust is not None else {}
     except (StoreUnreachable, DeadlineExceeded) as cause:
+        if node is None:
+            raise
         try:
-            return node.manifest(node.resolve(ref, deadline), deadline)
+            manifest = node.manifest(node.resolve(ref, deadline), deadline)
+            signatures = node.signatures(manifest.digest, deadline) if trust is not None else {}
         except WarmcastError as other:
             log.info("nor does the node know %s: %s", ref, other)
             raise cause from None
+    if trust is not None:
+        trust.check(manifest.digest, signatures)
+    return manifest
 
 
 class NodeRoute:
@@ -72,13 +87,15 @@ class NodeRoute:
         """The agent; raises :class:`NodeGone` if none answers."""
         if any(placement.entry is None for placement in job.plan.placements):
             raise SkeletonMismatch("node", expected="containers as deployed", found="changed ones")
-        others = others_of(self._node, job.manifest, deadline)
+        others = others_of(self._node, job.manifest, deadline, job.ref)
         return _NodeSource(self._node, others, self._origin, job.manifest, self._staging)
 
 
-def others_of(node: NodeClient, manifest: Manifest, deadline: Deadline) -> Others | None:
+def others_of(
+    node: NodeClient, manifest: Manifest, deadline: Deadline, ref: str = ""
+) -> Others | None:
     """Whom to ask for a manifest's chunks should the agent go. Raises :class:`NodeGone`."""
-    return Others.of(node.others(manifest.digest, deadline.within(_ANSWER)))
+    return Others.of(node.others(manifest.digest, deadline.within(_ANSWER), ref))
 
 
 def suspect(node: NodeClient, manifest: Manifest) -> None:
