@@ -15,6 +15,7 @@ import enum
 import heapq
 import itertools
 import logging
+import mmap
 import random
 import threading
 import time
@@ -27,6 +28,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from warmcast.loader.node.buffers import Buffers
 from warmcast.loader.node.cache import Blob, Spec
 from warmcast.loader.node.membership import Membership
 from warmcast.loader.node.metrics import Metrics
@@ -68,6 +70,9 @@ _REMEMBERED = 5.0
 _OPEN = 32
 """Blobs of the origin that are kept open."""
 
+_LEAST = 32 << 20
+"""Bytes for chunks under way, however large the ring is."""
+
 _PLACED = 4096
 """Blobs of which it is remembered where their chunks are on the ring, 4 bytes a chunk."""
 
@@ -103,8 +108,8 @@ class _Rate:
         """Seconds until more may be moved."""
         return max(0.0, self._next - time.monotonic()) if self._rate else 0.0
 
-    def moved(self, nbytes: int) -> None:
-        """So many were."""
+    def moves(self, nbytes: int) -> None:
+        """So many are, from now on."""
         if self._rate:
             self._next = max(self._next, time.monotonic() - 1.0) + nbytes / self._rate
 
@@ -122,7 +127,9 @@ class Filler:
         memory: int,
         rate: int = 0,
     ) -> None:
-        """``memory``: bytes of chunks under way, at most; ``rate``: of the background, a second."""
+        """``memory``: bytes of the ring and of chunks under way, at most, of which ``_LEAST`` are for
+        chunks; ``rate``: bytes that the background moves a second.
+        """
         self._membership = membership
         self._peers = peers
         self._origin = origin
@@ -134,10 +141,9 @@ class Filler:
         self._count = itertools.count()
         self._jobs: dict[tuple[str, int], _Job] = {}
         self._waiting = 0  # contexts of foreground()
-        self._under_way = 0  # bytes
         self._over = False
         self._away = 0.0  # until when the origin is taken to be
-        self._buffers: list[bytearray] = []
+        self._buffers = Buffers()
         self._readers: OrderedDict[str, ObjectReader] = OrderedDict()
         self._reading = threading.Lock()
         self._places: tuple[Ring | None, dict[str, npt.NDArray[np.uint32]]] = (None, {})
@@ -218,9 +224,9 @@ class Filler:
     # In the threads
 
     def _work(self) -> None:
-        while (job := self._take()) is not None:
+        while (taken := self._take()) is not None:
+            job, memory = taken
             length = job.blob.spec.span(job.number)[1]
-            memory = self._buffer(length)
             try:
                 with job.blob.in_use():
                     tier = self._bring(job, memoryview(memory)[:length])
@@ -231,23 +237,17 @@ class Filler:
                 outcome = tier
             with self._changed:
                 self._jobs.pop((job.blob.spec.sha256, job.number), None)
-                self._under_way -= length
-                self._buffers.append(memory)
-                if job.wish is Wish.BACKGROUND:
-                    self._rate.moved(length)
+                self._buffers.give_back(memory)
+                if job.wish is Wish.BACKGROUND and outcome == "disk":
+                    self._rate.moves(-length)  # it was there
                 self._changed.notify_all()
             if isinstance(outcome, str):
                 job.future.set_result(outcome)
             else:
                 job.future.set_exception(outcome)
 
-    def _buffer(self, length: int) -> bytearray:
-        """Memory for a chunk: kept from one to the next, and no more of it than is under way."""
-        with self._changed:
-            memory = self._buffers.pop() if self._buffers else bytearray()
-        return memory if len(memory) >= length else bytearray(length)
-
-    def _take(self) -> _Job | None:
+    def _take(self) -> tuple[_Job, mmap.mmap] | None:
+        """The next chunk to bring, and memory for it; None at the end."""
         with self._changed:
             while not self._over:
                 pause = 1.0
@@ -257,17 +257,22 @@ class Filler:
                         heapq.heappop(self._queue)
                         continue
                     length = job.blob.spec.span(job.number)[1]
-                    room = not self._under_way or self._under_way + length <= self._memory
                     held = wish is Wish.BACKGROUND and (self._waiting or self._rate.pause())
-                    if room and not held:
+                    memory = None if held else self._buffers.take(length, self._room())
+                    if memory is not None:
                         heapq.heappop(self._queue)
                         job.begun = True
-                        self._under_way += length
-                        return job
+                        if wish is Wish.BACKGROUND:
+                            self._rate.moves(length)
+                        return job, memory
                     if held and not self._waiting:
                         pause = self._rate.pause()
                 self._changed.wait(pause)
             return None
+
+    def _room(self) -> int:
+        """Bytes for chunks under way: what the ring of a large fleet takes of them it takes."""
+        return max(_LEAST, self._memory - self._membership.ring.nbytes)
 
     def _bring(self, job: _Job, buffer: memoryview) -> str:
         blob, number = job.blob, job.number
