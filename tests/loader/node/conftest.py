@@ -11,6 +11,7 @@ import pytest
 from tests.loader.node.fleet import Fleet, Valve
 from warmcast.infra.servers import Seaweed, Valkey, valkey
 from warmcast.manifests.deadline import Deadline
+from warmcast.manifests.stores import http
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +54,8 @@ def valve(seaweed_server: Seaweed, s3_url: str, monkeypatch: pytest.MonkeyPatch)
     parts = urlsplit(seaweed_server.url)
     opened = Valve((parts.hostname or "", parts.port or 0))
     monkeypatch.setenv("AWS_ENDPOINT_URL", opened.url)
+    # Backoff stays; that it takes its time is not what is tested.
+    monkeypatch.setattr(http, "_FIRST_PAUSE", 0.001)
     yield opened
     opened.close()
 
