@@ -9,7 +9,7 @@ import signal
 import socket
 import ssl
 from collections.abc import Callable
-from contextlib import AsyncExitStack, ExitStack, suppress
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -126,9 +126,15 @@ async def _serve(
         nodes = await _running(server.for_nodes(), stack)
         await web.SockSite(nodes, listener, ssl_context=context).start()
         workers = await _running(server.for_workers(), stack)
-        with suppress(FileNotFoundError):
-            settings.socket.unlink()  # a dead agent's: the cache's lock says that none lives
-        await web.UnixSite(workers, str(settings.socket)).start()
+        try:
+            settings.socket.unlink(missing_ok=True)  # a dead agent's: none lives on this cache
+            await web.UnixSite(workers, str(settings.socket)).start()
+        except OSError as cause:
+            raise UsageError(
+                f"--socket {settings.socket}",
+                expected="a name in a folder that can be written",
+                found=cause.strerror or cause,
+            ) from None
         stack.callback(settings.socket.unlink, missing_ok=True)
         await asyncio.to_thread(membership.start)
         try:

@@ -13,7 +13,12 @@ from typing import Any, NamedTuple, TextIO
 from urllib.parse import quote
 
 from warmcast.manifests.deadline import Deadline
-from warmcast.manifests.errors import NotFound, StoreError, StoreUnreachable
+from warmcast.manifests.errors import (
+    DeadlineExceeded,
+    NotFound,
+    StoreError,
+    StoreUnreachable,
+)
 from warmcast.manifests.manifest import Manifest, parse_manifest
 
 _CONNECT = 1.0
@@ -86,7 +91,7 @@ class NodeClient:
         """Whether an agent answers."""
         try:
             self._read("/healthz", deadline)
-        except StoreError:
+        except (StoreError, DeadlineExceeded):
             return False
         return True
 

@@ -56,7 +56,9 @@ class Fleet:
         try:
             return cls(path.read_bytes().strip())
         except OSError as cause:
-            raise UsageError(f"the fleet's key {path}", expected="a file", found=cause) from None
+            raise UsageError(
+                f"the fleet's key {path}", expected="a file", found=cause.strerror or cause
+            ) from None
 
     def token(self, manifest: str, lifetime: float = LIFETIME) -> str:
         """A token for a manifest's chunks, good for ``lifetime`` seconds from now on."""
