@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import resource
 import signal
 import socket
 import ssl
@@ -35,6 +36,12 @@ MEMORY = 96 << 20
 
 UPLOADS = 64
 """Chunks that are sent to other nodes at a time."""
+
+_CONNECTIONS = 1024
+"""Connections of each kind that are kept open for another request, at most."""
+
+_KEPT_OPEN = 15.0
+"""Seconds for which they are."""
 
 _PARTING = 10.0
 """Seconds that uploads have to end when the agent does."""
@@ -75,6 +82,7 @@ def run(settings: Settings, ready: Callable[[str], None] = lambda _: None) -> No
     """
     with ExitStack() as stack:
         fleet = Fleet.read(settings.key)
+        _allow_connections()
         cache = Cache(
             settings.cache, settings.high, settings.low, f"{settings.node}, process {os.getpid()},"
         )
@@ -150,10 +158,23 @@ async def _serve(
 
 
 async def _running(app: web.Application, stack: AsyncExitStack) -> web.AppRunner:
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, keepalive_timeout=_KEPT_OPEN)
+
+    async def bound(_request: web.Request, response: web.StreamResponse) -> None:
+        if runner.server is not None and len(runner.server.connections) > _CONNECTIONS:
+            response.force_close()
+
+    app.on_response_prepare.append(bound)
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
     return runner
+
+
+def _allow_connections() -> None:
+    """Raise the number of open files to what the system allows: its default is about a thousand."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _listen(settings: Settings) -> tuple[socket.socket, str]:
