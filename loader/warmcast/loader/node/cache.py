@@ -151,8 +151,10 @@ class Blob:
                 self.used = time.monotonic()
 
     def open(self) -> int:
-        """A descriptor of the file, which is the caller's."""
-        return os.dup(self._fd)
+        """A descriptor of the file, which is the caller's, with a place in the file of its own."""
+        # A duplicate would share the place with all others, and where sendfile cannot be used (TLS)
+        # the event loop reads from there: one answer would have the bytes of another.
+        return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def write(self, number: int, data: memoryview) -> None:
         """Put a chunk, whose CRC32C the caller has checked, in its place.
