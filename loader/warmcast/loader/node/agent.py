@@ -201,20 +201,8 @@ def _context(files: Certificates) -> ssl.SSLContext:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     # Tokens say who may have what. Workers whose agent has gone, and probes, have no certificate.
     context.verify_mode = ssl.CERT_OPTIONAL
-    _load(context, files)
+    files.load(context)
     return context
-
-
-def _load(context: ssl.SSLContext, files: Certificates) -> None:
-    try:
-        context.load_verify_locations(files.authority)
-        context.load_cert_chain(files.certificate, files.key)
-    except (OSError, ssl.SSLError) as cause:
-        raise UsageError(
-            "certificates",
-            expected=f"PEM files {files.certificate}, {files.key} and {files.authority}",
-            found=cause,
-        ) from None
 
 
 async def _reload(context: ssl.SSLContext, files: Certificates) -> None:
@@ -224,7 +212,7 @@ async def _reload(context: ssl.SSLContext, files: Certificates) -> None:
         await asyncio.sleep(_LOOK)
         try:
             if (now := files.stamp()) != stamp:
-                _load(context, files)
+                files.load(context)
                 stamp = now
                 log.info("the certificates are taken anew")
         except (OSError, UsageError) as cause:  # half-written, say: those there are stay

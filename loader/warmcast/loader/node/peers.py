@@ -8,6 +8,7 @@ so, and is asked again: waiting there costs the origin nothing.
 from __future__ import annotations
 
 import logging
+import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ from warmcast.loader.node.cache import Spec
 from warmcast.loader.node.tokens import Fleet
 from warmcast.manifests.checksum import crc32c, to_hex
 from warmcast.manifests.deadline import Deadline
-from warmcast.manifests.errors import StoreError, WarmcastError
+from warmcast.manifests.errors import StoreError, UsageError, WarmcastError
 from warmcast.manifests.stores.http import Http, Transient, read_all, read_into
 
 log = logging.getLogger("warmcast")
@@ -61,6 +62,18 @@ class Certificates:
         files = (self.certificate, self.key, self.authority)
         return tuple(path.stat().st_mtime_ns for path in files)
 
+    def load(self, context: ssl.SSLContext) -> None:
+        """Have a context trust the authority, and show the certificate. Raises UsageError."""
+        try:
+            context.load_verify_locations(self.authority)
+            context.load_cert_chain(self.certificate, self.key)
+        except OSError as cause:
+            raise UsageError(
+                "certificates",
+                expected=f"PEM files {self.certificate}, {self.key} and {self.authority}",
+                found=cause,
+            ) from None
+
 
 class Peers:
     """Connections to the other nodes. Safe between threads; the owner closes it."""
@@ -73,6 +86,7 @@ class Peers:
         self._lock = threading.Lock()
         self._blamed: dict[str, float] = {}
         self._stamp: tuple[int, ...] = ()
+        self._refused: tuple[int, ...] = ()
         self._http = self._connect()
 
     def passed_by(self, node: str) -> bool:
@@ -184,22 +198,35 @@ class Peers:
         """The pool; a new one when the certificates have changed."""
         if self._certificates is not None:
             with self._lock:
-                if self._certificates.stamp() != self._stamp:
-                    self._http.close()
-                    self._http = self._connect()
+                self._renew(self._certificates)
         return self._http
 
+    def _renew(self, files: Certificates) -> None:
+        stamp: tuple[int, ...] = ()
+        try:
+            stamp = files.stamp()
+            if stamp == self._stamp:
+                return
+            http = self._connect()
+        except (OSError, UsageError) as cause:  # half-written, say: those there are stay
+            if stamp != self._refused:
+                log.info("the certificates that there are stay: %s", cause)
+            self._refused = stamp
+            return
+        self._http.close()
+        self._http, self._stamp = http, stamp
+
     def _connect(self) -> Http:
-        files = self._certificates
-        if files is None:
-            return Http(None, _CONNECTIONS, connect=CONNECT, idle=IDLE, direct=True)
-        self._stamp = files.stamp()
+        context = None
+        if (files := self._certificates) is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            files.load(context)
         return Http(
-            str(files.authority),
+            None,
             _CONNECTIONS,
             connect=CONNECT,
             idle=IDLE,
-            client=(str(files.certificate), str(files.key)),
+            context=context,
             any_name=True,
             direct=True,
         )

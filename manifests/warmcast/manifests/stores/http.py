@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import random
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -137,18 +138,19 @@ class Http:
         *,
         connect: float = CONNECT,
         idle: float = IDLE,
-        client: tuple[str, str] | None = None,
+        context: ssl.SSLContext | None = None,
         any_name: bool = False,
         direct: bool = False,
     ) -> None:
         """``ca_certs``: the file of certificates to trust; None for the system's.
 
-        ``client`` is a certificate and its key to show; ``any_name`` takes every server that the
-        authority vouches for, whatever its name; ``direct`` takes no proxy.
+        ``context`` says whom to trust and what to show instead, as it is now: its files may change.
+        ``any_name`` takes every server that the authority vouches for, whatever its name;
+        ``direct`` takes no proxy.
         """
         self._options: dict[str, Any] = {"maxsize": connections, "ca_certs": ca_certs}
-        if client is not None:
-            self._options.update(cert_file=client[0], key_file=client[1])
+        if context is not None:
+            self._options["ssl_context"] = context
         if any_name:
             self._options["assert_hostname"] = False
         self._connect = connect
