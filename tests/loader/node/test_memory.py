@@ -1,4 +1,4 @@
-"""What an agent's memory is bounded by, whatever the model: its buffers, and what it keeps of one."""
+"""What bounds an agent's memory, whatever the model: its buffers, and what it keeps of one."""
 
 from __future__ import annotations
 

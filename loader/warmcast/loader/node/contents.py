@@ -89,9 +89,10 @@ def parse_contents(data: bytes, digest: str, where: str) -> Contents:
             found=chunk_size,
             do="deploy it again with smaller chunks",
         )
-    files = [
-        _spec(file, chunk_size, f"{where}: files.{n}") for n, file in enumerate(fields["files"])
-    ]
+    records = fields["files"]
+    if not isinstance(records, list):
+        raise InvalidManifest(f"{where}: files", expected="a list", found=repr(records)[:80])
+    files = [_spec(file, chunk_size, f"{where}: files.{n}") for n, file in enumerate(records)]
     return Contents(files, {spec.sha256: spec for spec in files})
 
 

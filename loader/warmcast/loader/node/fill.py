@@ -127,8 +127,8 @@ class Filler:
         memory: int,
         rate: int = 0,
     ) -> None:
-        """``memory``: bytes of the ring and of chunks under way, at most, of which ``_LEAST`` are for
-        chunks; ``rate``: bytes that the background moves a second.
+        """``memory``: bytes of the ring and of chunks under way, at most, ``_LEAST`` for chunks;
+        ``rate``: bytes that the background moves a second.
         """
         self._membership = membership
         self._peers = peers

@@ -44,6 +44,11 @@ class Ring:
         self._made: npt.NDArray[np.uint64] | None = None
         self._making = threading.Lock()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its points, be they made or not."""
+        return 8 * POINTS * len(self.nodes)
+
     def owners(self, sha256: str, chunks: int, count: int = 1) -> list[Sequence[str]]:
         """For each of a blob's chunks the ``count`` nodes it belongs to, or all if there are fewer.
 
