@@ -288,8 +288,7 @@ class Filler:
         return tier
 
     def _from_ring(self, job: _Job, buffer: memoryview, deadline: Deadline) -> bool:
-        ring, places = self._places_of(job.blob.spec)
-        owners = ring.following(int(places[job.number]), OWNERS)
+        owners = self._owners(job.blob.spec, job.number)
         failed = 0
         for node in owners:
             if node == self._membership.node or failed == _ASKED:
@@ -414,6 +413,11 @@ class Filler:
         oldest = next((sha256 for sha256 in self._readers if sha256 not in needed), None)
         if oldest is not None:
             self._readers.pop(oldest).close()
+
+    def _owners(self, spec: Spec, number: int) -> tuple[str, ...]:
+        # Who waits for an owner holds no ring: another may come meanwhile, as large.
+        ring, places = self._places_of(spec)
+        return ring.following(int(places[number]), OWNERS)
 
     def _places_of(self, spec: Spec) -> tuple[Ring, npt.NDArray[np.uint32]]:
         """The ring as it is now, and where on it a blob's chunks are."""
