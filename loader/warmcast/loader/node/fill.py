@@ -327,8 +327,7 @@ class Filler:
 
     def _from_one_that_has_it(self, job: _Job, buffer: memoryview, deadline: Deadline) -> bool:
         """What this node is to fetch others may have from before it came, or was chosen for it."""
-        ring, places = self._places_of(job.blob.spec)
-        for node in ring.following(int(places[job.number]), OWNERS):
+        for node in self._owners(job.blob.spec, job.number):
             address = self._membership.address(node)
             if node == self._membership.node or address is None or self._peers.passed_by(node):
                 continue
