@@ -173,10 +173,17 @@ def drip(exchange: Exchange) -> None:
 
 def answer(status: str, *headers: str, body: str = "") -> Fault:
     def fault(exchange: Exchange) -> None:
-        lines = [f"HTTP/1.1 {status}", *headers, f"Content-Length: {len(body)}", "", body]
+        length = f"Content-Length: {len(body)}"
+        lines = [f"HTTP/1.1 {status}", *headers, "Connection: close", length, "", body]
         exchange.client.sendall("\r\n".join(lines).encode())
 
     return fault
+
+
+def passed(exchange: Exchange) -> None:
+    """Nothing is wrong with this one."""
+    found = exchange.forward(exchange.request)
+    exchange.client.sendall(found.replace(b"\r\n", b"\r\nConnection: close\r\n", 1))
 
 
 def error(status: str, code: str, *headers: str) -> Fault:

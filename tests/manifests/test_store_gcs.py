@@ -34,6 +34,7 @@ from tests.manifests.s3_proxy import (
     drip,
     flipped_answer,
     lost,
+    passed,
     refused,
     reset,
     silence,
@@ -94,6 +95,16 @@ def store(proxy: GcsProxy, gcs_url: str) -> Iterator[GcsStore]:
 def address(server: FakeGcs) -> tuple[str, int]:
     host, _, port = server.url.removeprefix("http://").partition(":")
     return host, int(port)
+
+
+@pytest.fixture
+def bare(gcs_server: FakeGcs, gcs_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    """A proxy that answers as fake-gcs-server does."""
+    opened = Proxy(address(gcs_server))
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", opened.url)
+    monkeypatch.setattr(http, "_FIRST_PAUSE", 0.001)
+    yield opened
+    opened.close()
 
 
 @dataclass
@@ -760,24 +771,25 @@ class TestBrokenWrites:
 
     @pytest.mark.parametrize(("data", "method"), [(DATA, b"POST"), (LARGE, b"PUT")], ids=WAYS)
     def test_a_server_that_takes_them_nevertheless(
-        self,
-        gcs_server: FakeGcs,
-        gcs_url: str,
-        deadline: Deadline,
-        monkeypatch: pytest.MonkeyPatch,
-        data: bytes,
-        method: bytes,
+        self, bare: Proxy, gcs_url: str, deadline: Deadline, data: bytes, method: bytes
     ) -> None:
-        proxy = Proxy(address(gcs_server))
-        monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
         store = GcsStore(gcs_url, part_size=PART)
-        proxy.fail(method, flipped_media)
+        bare.fail(method, flipped_media)
         with pytest.raises(IntegrityError, match=r"/a.*send them again"):
             upload(store, "a", data, deadline)
         assert store.head("a", deadline) is None
         assert upload(store, "a", data, deadline)
         store.close()
-        proxy.close()
+
+    def test_a_server_that_ends_an_upload_when_it_is_asked(
+        self, bare: Proxy, gcs_url: str, deadline: Deadline
+    ) -> None:
+        store = GcsStore(gcs_url, part_size=PART)
+        bare.fail(b"PUT", passed, refused)
+        with pytest.raises(IntegrityError, match=rf"/a: expected {len(LARGE)} .*found {PART} "):
+            upload(store, "a", LARGE, deadline)
+        assert store.head("a", deadline) is None
+        store.close()
 
     @pytest.mark.parametrize(
         ("data", "method"),
@@ -818,8 +830,8 @@ class TestBrokenWrites:
         busy = error("503 Service Unavailable", "backendError")
         proxy.fail(b"POST", refused)
         # A part does not arrive, then the question how far it came; the part's answer is lost.
-        proxy.fail(b"PUT", refused, busy, refused, _passed, lost, _passed)
-        proxy.fail(b"PUT", busy, lost, _passed, _passed, answer("500 Oops"))
+        proxy.fail(b"PUT", refused, busy, refused, passed, lost, passed)
+        proxy.fail(b"PUT", busy, lost, passed, passed, answer("500 Oops"))
         told: list[int] = []
         assert store.upload(
             "a", io.BytesIO(LARGE), len(LARGE), crc32c(LARGE), deadline, progress=told.append
@@ -832,7 +844,7 @@ class TestBrokenWrites:
     def test_the_last_answer_is_lost(
         self, proxy: GcsProxy, store: GcsStore, deadline: Deadline
     ) -> None:
-        proxy.fail(b"PUT", *[_passed] * 3, lost)
+        proxy.fail(b"PUT", *[passed] * 3, lost)
         assert upload(store, "a", LARGE, deadline)
         assert not proxy.faults
         assert store.read("a", deadline)[0] == LARGE
@@ -841,7 +853,7 @@ class TestBrokenWrites:
         self, proxy: GcsProxy, store: GcsStore, deadline: Deadline
     ) -> None:
         gone = error("410 Gone", "uploadGone")
-        proxy.fail(b"PUT", *[_passed] * 3, lost, gone)
+        proxy.fail(b"PUT", *[passed] * 3, lost, gone)
         assert upload(store, "a", LARGE, deadline)
         assert store.read("a", deadline)[0] == LARGE
         proxy.fail(b"PUT", gone)
@@ -866,7 +878,7 @@ class TestBrokenWrites:
         with pytest.raises(StoreUnreachable, match=r"stays at 0 bytes, 5 times"):
             upload(store, "a", LARGE, deadline)
         proxy.faults.clear()
-        proxy.fail(b"PUT", _passed, answer("308 Resume Incomplete", "Range: bytes=0-9"))
+        proxy.fail(b"PUT", passed, answer("308 Resume Incomplete", "Range: bytes=0-9"))
         with pytest.raises(StoreError, match=f"expected {PART} to {2 * PART} bytes kept, found 10"):
             upload(store, "a", LARGE, deadline)
         assert store.head("a", deadline) is None
@@ -925,10 +937,6 @@ class TestBrokenWrites:
             upload(store, uuid4().hex, data, deadline)
             assert to_base64(crc32c(data)).encode() in seen[-1].replace(b"\\/", b"/")
         assert len(seen) == 2
-
-
-def _passed(exchange: Exchange) -> None:
-    exchange.client.sendall(exchange.forward(exchange.request))
 
 
 def test_the_client_is_imported_when_it_is_first_used() -> None:

@@ -7,6 +7,7 @@ media is read, the message may stand there alone.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 
 from warmcast.manifests.errors import (
@@ -21,6 +22,7 @@ from warmcast.manifests.errors import (
 from warmcast.manifests.stores.http import Transient
 
 _BUSY = {"rateLimitExceeded", "userRateLimitExceeded", "backendError", "internalError"}
+_CHECKSUM = re.compile("crc32c|checksum", re.IGNORECASE)
 _FULL = {"quotaExceeded", "dailyLimitExceeded"}
 
 
@@ -60,12 +62,13 @@ def error_of(where: str, status: int, body: bytes, retry_after: str | None = Non
         return NotFound(
             where, expected="an object", found="no such bucket" if no_bucket else "none"
         )
-    if status == 412:
-        return PreconditionFailed(where, expected="the version named", found="another")
-    if status == 400 and ("crc32c" in said.message.lower() or "checksum" in said.message.lower()):
+    # Google answers 400; its testbench 412, as if a condition had not held.
+    if status in (400, 412) and _CHECKSUM.search(said.message):
         return IntegrityError(
             where, expected="the bytes promised", found=found, do="send them again"
         )
+    if status == 412:
+        return PreconditionFailed(where, expected="the version named", found="another")
     return StoreError(where, expected="success", found=found)
 
 

@@ -103,13 +103,14 @@ def _send_all(
 ) -> Mapping[str, Any]:
     """Send all of the source; what the server says of the finished object."""
     length = max(_GRAIN, session.store.part_size // _GRAIN * _GRAIN)
-    written: Mapping[str, Any] | None = None
     held = b""
     first = 0
     # One part is held back: pieces() raises after the last if they are not what was promised.
     for piece in pieces(session.where, source, session.size, crc32c, length, session.deadline):
         if held:
-            session.send(first, held)
+            written = session.send(first, held)
+            if written is not None:  # too soon: what is there is not what was promised
+                return written
             first += len(held)
             if progress is not None:
                 progress(len(held))
