@@ -97,12 +97,11 @@ class NodeClient:
 
     def wait_for(self, deadline: Deadline) -> None:
         """Return when an agent answers. Raises :class:`NodeGone` if none does in time."""
-        while not self.there(deadline.within(_CONNECT)):
-            if deadline.expired:
-                raise NodeGone(
-                    self.url, expected="an answer", found="none", do="start `warmcast node`"
-                )
+        while not deadline.expired:
+            if self.there(deadline.within(_CONNECT)):
+                return
             time.sleep(min(0.2, deadline.remaining()))
+        raise NodeGone(self.url, expected="an answer", found="none", do="start `warmcast node`")
 
     def resolve(self, name: str, deadline: Deadline) -> str:
         """The digest that a ref names, as the agent knows it."""
