@@ -36,7 +36,6 @@ FAULTS: dict[str, Answer] = {
         nodes.refusing,
         nodes.failing,
         nodes.silent,
-        nodes.stalling,
     )
 }
 
@@ -84,6 +83,7 @@ def test_bad_nodes_are_passed_by_and_remembered(lone: Fleet, nodes_registry: Val
     ("fault", "blamed"),
     [
         (nodes.dripping, True),
+        (nodes.stalling, True),
         (nodes.on_its_way, True),
         (nodes.asking, False),
         (nodes.busy, False),
@@ -98,7 +98,8 @@ def test_one_that_keeps_others_waiting(
     blamed: bool,
 ):
     """It may do so for a while, and one that is only busy is not blamed for it."""
-    monkeypatch.setattr(peers, "COMING", 0.5)
+    monkeypatch.setattr(peers, "COMING", 1.0)
+    monkeypatch.setattr(peers, "IDLE", 0.5)
     monkeypatch.setattr(fill, "_BUSY", 0.5)
     model = publish(lone.origin, 12)
     with ExitStack() as stack:

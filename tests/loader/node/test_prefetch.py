@@ -62,6 +62,7 @@ def test_no_agent(fleet: Fleet):
     assert (status, out) == (1, "")
     (line,) = err.splitlines()
     assert f"node agent at {agent.socket}" in line
+    assert "start `warmcast node`" in line
 
 
 def test_one_that_is_cut_off_goes_on_where_it_was(far_fleet: Fleet, valve: Valve):
