@@ -29,6 +29,7 @@ from tests.loader.node.fleet import (
     told,
 )
 from warmcast.infra.servers import Valkey
+from warmcast.loader.node.cache import Cache, CacheFull
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import StoreError
 
@@ -295,13 +296,12 @@ def test_two_agents_of_one_cache(lone: Fleet):
 
 
 def test_what_was_used_longest_ago_goes_first(lone: Fleet):
-    """Between the watermarks by the cache's own bytes; what a worker reads stays."""
+    """Between the watermarks, by the cache's own bytes."""
     models = [publish(lone.origin, 31 + n, files=1) for n in range(4)]
     size = models[0].nbytes
     assert {model.nbytes for model in models} == {size}
     (a,) = lone.start("a", high=3 * size, low=2 * size + CHUNK)
     blobs = [blob(a, model.file.sha256) for model in models]
-    deadline = Deadline.after(PROMPT)
     foreign = a.cache / "blobs" / "of somebody else's"
     foreign.write_bytes(bytes(size))
     for model in models[:3]:
@@ -309,9 +309,8 @@ def test_what_was_used_longest_ago_goes_first(lone: Fleet):
     assert a.metrics()["warmcast_cache_bytes"] == 3 * size
     assert a.metrics()["warmcast_cache_evicted_bytes"] == 0
     read(a, lone.store, models[0])
-    with a.client.files(models[1].manifest.digest, [0], deadline) as files:
-        assert len(list(files)) == len(models[1].chunks)  # and its context is open: it is in use
-        read(a, lone.store, models[3])
+    read(a, lone.store, models[1])
+    read(a, lone.store, models[3])
     assert [path.exists() for path in blobs] == [True, True, False, True]
     told = a.metrics()
     assert told["warmcast_cache_evicted_bytes"] == size
@@ -325,3 +324,33 @@ def test_what_was_used_longest_ago_goes_first(lone: Fleet):
     told = a.metrics()
     assert told["warmcast_cache_bytes"] == sum(p.stat().st_size for p in blobs if p.exists())
     assert told["warmcast_cache_bytes"] <= 3 * size
+
+
+def test_what_is_in_use_stays(lone: Fleet, tmp_path: Path):
+    """However long ago it was used last; where nothing else can go, there is no room."""
+    first, second, third = (publish(lone.origin, 38 + n, files=1) for n in range(3))
+    size = first.nbytes
+    cache = Cache(tmp_path / "cache", 2 * size, size + CHUNK, "a test")
+
+    def fill(model: Model) -> None:
+        with cache.use(model.spec) as blob:
+            for chunk in blob.missing():
+                begin, length = model.spec.span(chunk)
+                data = memoryview(bytearray(length))
+                lone.store.read_blob(model.file.sha256, begin, data, Deadline.after(PROMPT))
+                blob.write(chunk, data)
+
+    try:
+        fill(first)
+        fill(second)
+        with cache.use(first.spec) as blob:
+            fill(third)
+            assert blob.whole
+            assert blob.path.exists()
+            assert (cache.nbytes, cache.evicted) == (2 * size, size)
+            with cache.use(third.spec), pytest.raises(CacheFull, match="all in use"):
+                fill(second)
+            assert blob.check(0)
+        assert not cache.whole(second.file.sha256).exists()
+    finally:
+        cache.close()
