@@ -14,7 +14,15 @@ from pathlib import Path
 import pytest
 import redis
 
-from warmcast.infra.servers import NotStarted, Process, Valkey, seaweed, valkey
+from warmcast.infra.servers import (
+    FakeGcs,
+    NotStarted,
+    Process,
+    Valkey,
+    fake_gcs,
+    seaweed,
+    valkey,
+)
 from warmcast.manifests.deadline import Deadline
 
 
@@ -92,6 +100,18 @@ def test_seaweed_leaves_nothing(deadline: Deadline) -> None:
     assert not folder.exists()
     port = int(server.url.rpartition(":")[2])
     assert not [path for path in mine if path.stem.endswith(str(port + 10_000)) and path.exists()]
+
+
+def test_a_bucket_of_fake_gcs_ends_with_it(deadline: Deadline) -> None:
+    with fake_gcs(deadline) as server:
+        folder, pid = server._process.folder, server.pid
+        assert server.make_bucket("a-bucket") == "gs://a-bucket"
+        with pytest.raises(ConnectionError, match="409"):
+            server.make_bucket("a-bucket")
+        with pytest.raises(NotStarted):
+            FakeGcs(int(server.url.rpartition(":")[2]), deadline)
+    assert gone(pid, Deadline.after(0))
+    assert not folder.exists()
 
 
 def test_servers_end_when_their_owner_is_killed(deadline: Deadline) -> None:

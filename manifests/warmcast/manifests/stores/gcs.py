@@ -6,7 +6,7 @@ Endpoint and credentials are found as Google's libraries find them (``STORAGE_EM
 
 google-cloud-storage knows the protocol of metadata and uploads; the bytes go through :mod:`http`,
 so that every call ends by its deadline, and reads go straight into the caller's buffer: the
-library's own downloads take some ten times the processor's time. Writes carry their CRC32C, which
+library's own downloads take several times the processor's time. Writes carry their CRC32C, which
 the server checks before the object is visible, and are conditional (``ifGenerationMatch``): of
 several writers one wins, and the others are told. Large objects are uploaded by
 :mod:`gcs_upload`.
@@ -14,13 +14,10 @@ several writers one wins, and the others are told. Large objects are uploaded by
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from contextvars import ContextVar
-from dataclasses import dataclass
 from io import BytesIO
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, cast
+from typing import Any, BinaryIO, TypeVar, cast
 from urllib.parse import quote, urlencode
 
 from google.auth.credentials import AnonymousCredentials
@@ -36,7 +33,6 @@ from warmcast.manifests.errors import (
     PreconditionFailed,
     StoreError,
     UsageError,
-    WarmcastError,
 )
 from warmcast.manifests.stores import ObjectInfo, ObjectReader
 from warmcast.manifests.stores.checks import (
@@ -47,14 +43,11 @@ from warmcast.manifests.stores.checks import (
     pieces,
 )
 from warmcast.manifests.stores.gcs_access import Access
-from warmcast.manifests.stores.gcs_errors import error_of
+from warmcast.manifests.stores.gcs_session import Call, Session, running
 from warmcast.manifests.stores.gcs_upload import cancel_all, upload_resumably
-from warmcast.manifests.stores.http import Attempts, Http, Transient, read_all
+from warmcast.manifests.stores.http import Http, Transient, read_all
 from warmcast.manifests.stores.ranges import read_range
 from warmcast.manifests.stores.readers import VersionReader, check_empty_read, etag_if_equal
-
-if TYPE_CHECKING:
-    import urllib3
 
 T = TypeVar("T")
 
@@ -62,7 +55,6 @@ PART = 16 << 20
 """Bytes of an upload's part, each of which is a request and is kept until it has arrived."""
 
 _SINGLE = 8 << 20  # bytes of the largest object that google-cloud-storage sends in one request
-_MOST_SMALL = 1 << 28  # bytes of an answer that is no object
 _CLEANUP = 5.0  # seconds to take away what a server should have refused
 _LISTED = "items(name,size,generation,crc32c),nextPageToken"
 
@@ -83,7 +75,7 @@ class GcsStore:
         self._client = Client(
             project=None,
             credentials=AnonymousCredentials(),  # type: ignore[no-untyped-call]
-            _http=_Session(self.http),
+            _http=Session(self.http),
         )
         self._bucket = self._client.bucket(self._bucket_name)
         endpoint = self._client.api_endpoint.rstrip("/")
@@ -245,7 +237,7 @@ class GcsStore:
         call = Call(self._access, self.where(key), deadline)
         while True:
             deadline.check(f"asking for {call.where}")
-            token = _running.set(call)
+            token = running.set(call)
             try:
                 return operation()
             except Transient as cause:
@@ -255,7 +247,7 @@ class GcsStore:
                     raise _RetriedPreconditionFailed(call.where) from cause
                 raise
             finally:
-                _running.reset(token)
+                running.reset(token)
             call.attempts.wait(failure)
 
     def check_written(
@@ -349,79 +341,6 @@ _AS_STORED = {"Accept-Encoding": "gzip"}  # else what was stored as gzip is unpa
 
 class _RetriedPreconditionFailed(PreconditionFailed):
     """A condition did not hold when it was tried again: it may have been our own first attempt."""
-
-
-class Call:
-    """What the requests of one call share: deadline, attempts, and one renewal of their token."""
-
-    def __init__(self, access: Access, where: str, deadline: Deadline) -> None:
-        self.where = where
-        self.deadline = deadline
-        self.attempts = Attempts(where, deadline)
-        self._access = access
-        self._refused: Mapping[str, str] | None = None
-        self._sent: Mapping[str, str] = {}
-
-    def headers(self) -> dict[str, str]:
-        """The headers that authorize the next request."""
-        headers = self._access.headers(self.where, self.deadline, refused=self._refused)
-        self._sent = headers
-        return dict(headers)
-
-    def error(self, response: urllib3.BaseHTTPResponse) -> WarmcastError:
-        """What an answer means that is no success; a token may be refused once."""
-        body = read_all(response, 1 << 20, self.deadline, self.where)
-        if response.status == 401 and self._sent and self._refused is None:
-            self._refused = self._sent
-            return Transient(self.where, "401, the token is refused")
-        return error_of(self.where, response.status, body, response.headers.get("Retry-After"))
-
-
-_running: ContextVar[Call] = ContextVar("running")
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """An answer that was read already, as google-cloud-storage takes it."""
-
-    status_code: int
-    headers: Mapping[str, str]
-    content: bytes
-
-    def json(self) -> Any:
-        return json.loads(self.content)
-
-
-class _Session:
-    """What google-cloud-storage takes for a session of ``requests``; failures are our errors."""
-
-    is_mtls = False
-
-    def __init__(self, http: Http) -> None:
-        self._http = http
-
-    def request(
-        self,
-        method: str,
-        url: str,
-        data: bytes | str | None = None,
-        headers: Mapping[str, str] | None = None,
-        **_: Any,
-    ) -> _Answer:
-        """Send a request of the call that runs in this thread."""
-        call = _running.get()
-        body = data.encode() if isinstance(data, str) else data or b""
-        length = {"Content-Length": str(len(body))} if body or method == "POST" else {}
-        sent = {_text(k): _text(v) for k, v in (headers or {}).items()} | length | call.headers()
-        with self._http.open(method, url, call.deadline, headers=sent, body=body) as response:
-            if not 200 <= response.status < 300:
-                raise call.error(response)
-            content = read_all(response, _MOST_SMALL, call.deadline, call.where)
-            return _Answer(response.status, response.headers, content)
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode("latin-1") if isinstance(value, bytes) else value
 
 
 def _info(key: str, blob: Blob) -> ObjectInfo:

@@ -5,8 +5,9 @@ the condition that there be no such object, which it checks when the last part h
 part is sent only when the source was found to hold what was promised. A part that broke goes on
 from what the server has of it.
 
-A session that fails is cancelled. One whose process was killed cannot be found by anybody; it is
-invisible, costs nothing, and Google forgets it after a week.
+A session that fails is cancelled. One whose process was killed, or whose URL was lost on its way
+to us, cannot be found by anybody; it is invisible, costs nothing, and Google forgets it after a
+week.
 """
 
 from __future__ import annotations
