@@ -74,6 +74,9 @@ _STILL = 2.0
 _OTHERS = 8
 """Agents that a worker is told of."""
 
+_PIECE = 1 << 18
+"""Bytes of a chunk that are read to be encrypted."""
+
 _TRIES = 3
 _SHA = "[0-9a-f]{64}"
 
@@ -237,8 +240,11 @@ class Server:
             transport = request.transport
             if transport is None:
                 raise ConnectionResetError("the other node has gone")
-            sent = await asyncio.get_running_loop().sendfile(transport, file, begin, length)
-        self._metrics.sent.inc(sent)
+            if transport.get_extra_info("sslcontext") is None:
+                await asyncio.get_running_loop().sendfile(transport, file, begin, length)
+            else:
+                await _encrypt(response, file.fileno(), begin, length)
+        self._metrics.sent.inc(length)
         await response.write_eof()
         return response
 
@@ -450,6 +456,13 @@ async def _lines(request: web.Request) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": "text/plain"})
     await response.prepare(request)
     return response
+
+
+async def _encrypt(response: web.StreamResponse, fd: int, begin: int, length: int) -> None:
+    """Send a part of a file through TLS, in pieces longer than the event loop's own of 16 KiB."""
+    for at in range(begin, begin + length, _PIECE):
+        nbytes = min(_PIECE, begin + length - at)
+        await response.write(await asyncio.to_thread(os.pread, fd, nbytes, at))
 
 
 async def _say(lines: web.StreamResponse, line: str) -> None:
