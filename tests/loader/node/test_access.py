@@ -6,6 +6,7 @@ What is refused is counted, and nothing that a request says becomes a path.
 from __future__ import annotations
 
 import http.client
+import json
 import time
 from collections.abc import Callable
 from urllib.parse import urlsplit
@@ -18,6 +19,7 @@ from tests.loader.node.fleet import CHUNK, Agent, Fleet, Model, publish, read
 from warmcast.loader.node import tokens
 from warmcast.loader.node.tokens import LEEWAY, LIFETIME, LONGEST, NotAllowed
 from warmcast.loader.node.tokens import Fleet as Key
+from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import UsageError
 
 MANIFEST = "0123456789abcdef" * 4
@@ -148,6 +150,23 @@ def test_a_token_for_a_manifest_opens_its_chunks(shared: Fleet, warm: Model):
     assert ask(a, manifest, Authorization=f"Bearer {token}") == (200, warm.manifest.data)
 
 
+def test_refs_are_told_to_nodes_alone(shared: Fleet, warm: Model):
+    """By a token that no worker can have: theirs name a manifest."""
+    a, _ = shared.agents
+    key = Key.read(shared.key)
+    assert a.client.resolve(warm.ref, Deadline.after(20)) == warm.manifest.digest
+    token = key.token(tokens.NO_MANIFEST)
+    status, data = ask(a, f"/refs/{warm.ref}", Authorization=f"Bearer {token}")
+    assert (status, json.loads(data)["manifest"]) == (200, warm.manifest.digest)
+    assert ask(a, "/refs/none@test", Authorization=f"Bearer {token}")[0] == 404
+    assert ask(a, "/refs/..%2f..%2flock", Authorization=f"Bearer {token}")[0] == 404
+    assert ask(a, f"/chunks/{warm.file.sha256}/0", Authorization=f"Bearer {token}")[0] != 200
+    before = refused(a)
+    for other in (key.token(warm.manifest.digest), Key(b"x" * 40).token(tokens.NO_MANIFEST)):
+        assert ask(a, f"/refs/{warm.ref}", Authorization=f"Bearer {other}")[0] == 403
+    assert refused(a) == before + 2
+
+
 def test_who_has_no_right_gets_nothing(shared: Fleet, warm: Model, monkeypatch: pytest.MonkeyPatch):
     a, _ = shared.agents
     digest = warm.manifest.digest
@@ -211,7 +230,6 @@ def test_a_manifest_that_is_nowhere_gives_no_right(shared: Fleet, warm: Model):
         "/manifests/%2e%2e/lock",
         "/manifests/..%2flock",
         "/files/{digest}",
-        "/refs/model-50@test",
         "/others/{digest}",
         "/prefetch/{digest}",
         "//etc/passwd",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.loader.node.fleet import Fleet, Model, Valve, load, publish, read, told
+from tests.loader.node.fleet import Fleet, Valve, load, publish, read, told
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import StoreUnreachable
 
@@ -25,9 +25,8 @@ def test_workers_load_without_the_origin(far_fleet: Fleet, valve: Valve):
     report = load(far_fleet.origin, b, model)
     assert report.route == "node"
     assert "origin" not in told(report)
-    # c owns chunks that only a and b have, and knows nothing of the model but its digest.
-    named = Model(model.manifest.digest, model.manifest, model.tensors)
-    report = load(far_fleet.origin, c, named)
+    # c owns chunks that only a and b have, and has never heard of the model.
+    report = load(far_fleet.origin, c, model)
     assert report.route == "node"
     assert "origin" not in told(report)
     assert "past the agent" not in told(report)

@@ -9,19 +9,23 @@ from __future__ import annotations
 import json
 import logging
 import os
+import random
 import re
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 from warmcast.loader.errors import PeerError
 from warmcast.loader.node.cache import Spec
 from warmcast.loader.node.contents import Contents, parse_contents
 from warmcast.loader.node.membership import Membership
 from warmcast.loader.node.peers import Peers
+from warmcast.loader.node.tokens import NO_MANIFEST
 from warmcast.manifests import trust
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import (
@@ -44,6 +48,14 @@ _KEPT = 16
 _ASKED = 5
 _LONG = 3600.0
 _AWAY = (StoreUnreachable, DeadlineExceeded)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownRef:
+    """What a ref named, at a time in seconds since 1970."""
+
+    manifest: str
+    at: float
 
 
 class Catalogue:
@@ -101,18 +113,40 @@ class Catalogue:
         """
         if _DIGEST.fullmatch(name):
             return name
-        file = self._folder / f"ref-{name.replace('/', '%').replace('@', '%%')}"
         try:
             digest = self._origin.digest(name, deadline.share(0.5))
         except _AWAY as cause:
-            with suppress(OSError, ValueError, KeyError):
-                said = json.loads(file.read_bytes())
-                age = time.time() - said["at"]
-                log.warning("%s is taken as it was %.0f s ago: %s", name, age, cause)
-                return str(said["manifest"])
-            raise
-        self._write(file, json.dumps({"manifest": digest, "at": time.time()}).encode())
+            known = self.known_ref(name) or self._ref_from_nodes(name, deadline)
+            if known is None:
+                raise
+            age = time.time() - known.at
+            log.warning("%s is taken as it was %.0f s ago: %s", name, age, cause)
+            return known.manifest
+        text = json.dumps({"manifest": digest, "at": time.time()})
+        self._write(self._ref_file(name), text.encode())
         return digest
+
+    def known_ref(self, name: str) -> KnownRef | None:
+        """What the origin last said of a ref, to this node."""
+        with suppress(OSError):
+            return _known_ref(self._ref_file(name).read_bytes())
+        return None
+
+    def _ref_from_nodes(self, name: str, deadline: Deadline) -> KnownRef | None:
+        """What it last said to some other node: the latest word of a few."""
+        found = []
+        for node, address in self._some_nodes():
+            url = f"{address}/refs/{quote(name, safe='@/')}"
+            try:
+                known = _known_ref(self._peers.read(url, NO_MANIFEST, 1 << 12, deadline))
+            except PeerError as cause:
+                log.info("%s: %s", node, cause)
+                continue
+            found += [known] if known is not None else []
+        return max(found, key=lambda known: known.at, default=None)
+
+    def _ref_file(self, name: str) -> Path:
+        return self._folder / f"ref-{name.replace('/', '%').replace('@', '%%')}"
 
     def signatures(self, digest: str, deadline: Deadline) -> Mapping[str, bytes]:
         """A manifest's signatures by the names of their keys, unchecked: those that there are, or
@@ -169,17 +203,21 @@ class Catalogue:
 
     def _from_nodes(self, digest: str, deadline: Deadline) -> tuple[bytes, Contents] | None:
         """The manifest from one of those who own something of it, as likely as any others."""
-        asked = [n for n in self._membership.ring.nodes if n != self._membership.node]
-        for node in asked[:_ASKED]:
-            address = self._membership.address(node)
-            if address is None or self._peers.passed_by(node):
-                continue
+        for node, address in self._some_nodes():
             try:
                 data = self._peers.read(f"{address}/manifests/{digest}", digest, MOST, deadline)
                 return data, parse_contents(data, digest, address)
             except (PeerError, IntegrityError) as cause:
                 log.info("%s: %s", node, cause)
         return None
+
+    def _some_nodes(self) -> Iterator[tuple[str, str]]:
+        """A few other nodes, and their addresses."""
+        nodes = [node for node in self._membership.ring.nodes if node != self._membership.node]
+        for node in random.sample(nodes, min(_ASKED, len(nodes))):
+            address = self._membership.address(node)
+            if address is not None and not self._peers.passed_by(node):
+                yield node, address
 
     def _file(self, digest: str) -> Path:
         return self._folder / f"{digest}.json"
@@ -201,3 +239,13 @@ def _spec(contents: Contents, digest: str, sha256: str) -> Spec:
     if spec is None:
         raise NotFound(f"blob {sha256}", expected=f"one of manifest {digest}", found="another")
     return spec
+
+
+def _known_ref(data: bytes) -> KnownRef | None:
+    """What a node has written or said of a ref; None for anything else."""
+    with suppress(ValueError, KeyError, TypeError):
+        said = json.loads(data)
+        known = KnownRef(said["manifest"], float(said["at"]))
+        if _DIGEST.fullmatch(known.manifest):
+            return known
+    return None

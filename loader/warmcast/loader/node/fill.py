@@ -58,7 +58,7 @@ _ASKED = 4
 _PATIENCE = 120.0
 """Seconds that one chunk may take, from wherever it comes."""
 
-_BUSY = 60.0
+_BUSY = 15.0
 """Seconds for which a node that is busy is asked again."""
 
 AWAY = (StoreUnreachable, DeadlineExceeded)

@@ -10,6 +10,8 @@ For nodes, with a token that names a manifest (see :mod:`tokens`):
                                     ``Warmcast-Ring`` it is looked for on the ring too: a worker
                                     asks, whose agent has gone
     GET /manifests/<digest>         200 the manifest; 404
+    GET /refs/<model>@<name>        200 what the origin last said of a ref here; 404. The token is
+                                    one for no manifest
 
 For whoever looks after the agent: ``/healthz``, ``/readyz``, ``/metrics``.
 
@@ -21,7 +23,8 @@ For workers, who are let in by the socket's permissions:
     GET /files/<manifest>?wanted=   lines, as the chunks of a manifest's files come (``wanted``:
                                     their numbers, all without it): first a JSON object with the
                                     names of each one's blob, then ``<file> <chunk> <tier>`` each,
-                                    then ``end``, or ``failed <why>``; ``.`` while nothing comes
+                                    then ``end``, or ``failed <why>``; ``.`` while nothing comes.
+                                    The files stay until the worker closes the connection
     GET /others/<manifest>          whom to ask for chunks should this agent go: a JSON object with
                                     ``addresses``, and a ``token`` for them. ``?ref=`` is what the
                                     worker knows the manifest by
@@ -55,7 +58,7 @@ from warmcast.loader.node.fill import Filler, Wish
 from warmcast.loader.node.membership import Membership
 from warmcast.loader.node.metrics import Metrics
 from warmcast.loader.node.passed_on import PassedOn
-from warmcast.loader.node.tokens import LONGEST, Fleet, NotAllowed
+from warmcast.loader.node.tokens import LONGEST, NO_MANIFEST, Fleet, NotAllowed
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import NotFound, WarmcastError, one_line
 
@@ -70,6 +73,14 @@ _AHEAD = 64
 
 _STILL = 2.0
 """Seconds of silence after which who waits is told that it is waited for."""
+
+_HELD = 3600.0
+"""Seconds for which files that have all come stay for a worker that reads them."""
+
+_LOOK = 0.05
+
+_ROOM = 0.3
+"""Seconds until room is looked for again."""
 
 _OTHERS = 8
 """Agents that a worker is told of."""
@@ -127,6 +138,7 @@ class Server:
         app.router.add_get("/metrics", self._tell_metrics)
         app.router.add_get(rf"/chunks/{{sha256:{_SHA}}}/{{number:[0-9]{{1,7}}}}", self._chunk)
         app.router.add_get(rf"/manifests/{{digest:{_SHA}}}", self._known_manifest)
+        app.router.add_get(r"/refs/{ref:.{1,512}}", self._known_ref)
         return app
 
     def for_workers(self) -> web.Application:
@@ -174,6 +186,15 @@ class Server:
             raise NotAllowed("token", expected=f"one for manifest {digest}")
         file = await asyncio.to_thread(self._catalogue.known_file, digest)
         return web.Response(status=404) if file is None else web.FileResponse(file)
+
+    async def _known_ref(self, request: web.Request) -> web.Response:
+        if self._allowed(request) != NO_MANIFEST:
+            self._metrics.refused.inc()
+            raise NotAllowed("token", expected="one for no manifest")
+        known = await asyncio.to_thread(self._catalogue.known_ref, request.match_info["ref"])
+        if known is None:
+            return web.Response(status=404)
+        return web.json_response({"manifest": known.manifest, "at": known.at})
 
     async def _chunk(self, request: web.Request) -> web.StreamResponse:
         digest = self._allowed(request)
@@ -280,7 +301,6 @@ class Server:
                 number: stack.enter_context(self._cache.use(contents.files[number]))
                 for number in wanted
             }
-            stack.enter_context(self._filler.foreground())
             lines = await _lines(request)
             names = {number: _names(self._cache, blob) for number, blob in blobs.items()}
             await _say(lines, json.dumps(names))
@@ -290,7 +310,9 @@ class Server:
                     self._metrics.saved.inc(blobs[file].spec.span(chunk)[1])
                 await _say(lines, f"{file} {chunk} {tier}")
 
-            await self._until_end(lines, self._bring(digest, blobs, Wish.WORKER, came, lines))
+            with self._filler.foreground():
+                await self._until_end(lines, self._bring(digest, blobs, Wish.WORKER, came, lines))
+            await _parted(request)  # until then it may still read
         return lines
 
     async def _others(self, request: web.Request) -> web.Response:
@@ -408,7 +430,9 @@ class Server:
                 try:
                     return await _shared(future)
                 except CacheFull:
-                    raise
+                    if last:
+                        raise
+                    await asyncio.sleep(_ROOM)  # somebody may be done with what is in the way
                 except WarmcastError as cause:
                     if last:
                         raise
@@ -421,6 +445,14 @@ def _shared(future: Future[str]) -> asyncio.Future[str]:
     mine = asyncio.wrap_future(future)
     mine.add_done_callback(lambda done: done.cancelled() or done.exception())
     return asyncio.shield(mine)
+
+
+async def _parted(request: web.Request) -> None:
+    """Return when whoever asked has closed the connection."""
+    for _ in range(int(_HELD / _LOOK)):
+        if request.transport is None or request.transport.is_closing():
+            return
+        await asyncio.sleep(_LOOK)
 
 
 def _part(request: web.Request, begin: int, length: int) -> tuple[int, int]:

@@ -26,6 +26,9 @@ LIFETIME = 300.0
 LONGEST = 3600.0
 """Seconds that any token may be good for: as long as a worker's load."""
 
+NO_MANIFEST = "0" * 64
+"""What a token names that is good for no chunk, and tells that a node of the fleet asks."""
+
 LEEWAY = 60.0
 """Seconds that two nodes' clocks may differ by."""
 

@@ -169,7 +169,7 @@ class Arrivals:
         self._tiers: Counter[str] = Counter()
         self._changed = threading.Condition()
         self._lost: WarmcastError | None = None
-        self._over = False
+        self._over = self._told_all = False
         self._files: Files | None = None
         self._thread = threading.Thread(target=self._listen, name="warmcast-node", daemon=True)
 
@@ -185,6 +185,7 @@ class Arrivals:
     ) -> None:
         with self._changed:
             self._over = True
+            self._changed.notify_all()
             files = self._files
         if files is not None:
             files.end()
@@ -247,7 +248,7 @@ class Arrivals:
         return f"chunks: {', '.join(parts)}{lost}"
 
     def _wait(self, done: Callable[[], bool], deadline: Deadline) -> None:
-        while not done() and self._lost is None and self._thread.is_alive():
+        while not (done() or self._told_all or self._lost) and self._thread.is_alive():
             deadline.check(f"waiting for the {self.url}")
             self._changed.wait(min(deadline.remaining(), 0.5))
 
@@ -265,6 +266,11 @@ class Arrivals:
                         self._there[file][chunk] = 1
                         self._tiers[tier] += 1
                         self._changed.notify_all()
+                # As long as somebody listens the agent keeps the files.
+                with self._changed:
+                    self._told_all = True
+                    self._changed.notify_all()
+                    self._changed.wait_for(lambda: self._over)
         except WarmcastError as cause:
             with self._changed:
                 if self._over:
