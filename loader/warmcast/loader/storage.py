@@ -98,7 +98,8 @@ class Storage:
         filled = self._filling.fill("node", job.plan, met.value, limit)
         if isinstance(filled, Filled):
             return filled
-        if self._node is not None:
+        # What was wrong on its way is known to the agent; what the GPU found is not.
+        if self._node is not None and isinstance(filled.problem, WeightVerificationError):
             suspect(self._node, job.manifest)
         return None
 
