@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from warmcast.flows.errors import SourceChanged, SourceError
+from warmcast.manifests.deadline import Deadline
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +52,9 @@ class LocalFile:
                 str(self.location), expected="a file to read", found=cause.strerror
             ) from cause
         with file:
-            self._compare(os.fstat(file.fileno()))
+            self.compare(file)
             yield file
-            self._compare(os.fstat(file.fileno()))
+            self.compare(file)
 
     def read_into(self, file: BinaryIO, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` from ``offset`` of the open file."""
@@ -64,7 +65,9 @@ class LocalFile:
                 raise _changed(self.location, self.size, offset + done)
             done += count
 
-    def _compare(self, found: os.stat_result) -> None:
+    def compare(self, file: BinaryIO) -> None:
+        """Raise :class:`SourceChanged` if the open file is not in this state."""
+        found = os.fstat(file.fileno())
         if found.st_size != self.size:
             raise _changed(self.location, self.size, found.st_size)
         if (found.st_mtime_ns, found.st_ino) != (self.mtime_ns, self.inode):
@@ -74,6 +77,29 @@ class LocalFile:
                 found="a new modification time, or another file",
                 do="let what writes it finish, then deploy again",
             )
+
+
+class LocalReader:
+    """A local file as an ``ObjectReader``, open until it is closed."""
+
+    local = True
+    step = 1 << 24
+
+    def __init__(self, file: LocalFile) -> None:
+        self.size = file.size
+        self._file = file
+        self._held = ExitStack()
+        self._opened = self._held.enter_context(file.opened())
+
+    def read_into(self, offset: int, buffer: memoryview, deadline: Deadline) -> None:
+        """Fill ``buffer`` from ``offset``; :class:`SourceChanged` if the file is another now."""
+        deadline.check(f"reading {self._file.path}")
+        self._file.read_into(self._opened, offset, buffer)
+        self._file.compare(self._opened)
+
+    def close(self) -> None:
+        """Close the file; :class:`SourceChanged` if it changed meanwhile."""
+        self._held.close()
 
 
 def _changed(location: Path, expected: int, found: int) -> SourceChanged:

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from warmcast.flows.errors import SourceError
 from warmcast.flows.local import LocalFile
 from warmcast.flows.progress import Progress, Silent, nbytes_text
 from warmcast.flows.runner import InProcess, Runner, Ticker
@@ -32,7 +33,7 @@ from warmcast.flows.steps.order import load_order
 from warmcast.flows.steps.publish import Collected, Signing, publish
 from warmcast.flows.steps.resolve import Plan, resolve
 from warmcast.flows.steps.weights import check_index, metadata_ties, read_headers
-from warmcast.flows.upstreams import Upstream, open_upstream
+from warmcast.flows.upstreams import Upstream, UpstreamFile, open_upstream, read_small
 from warmcast.flows.workfolder import WorkFolder
 from warmcast.manifests.checksum import crc32c, to_hex
 from warmcast.manifests.deadline import Deadline
@@ -53,6 +54,7 @@ MAX_SHARD_NBYTES = 5_000_000_000
 
 _NEVER = Deadline.never()
 _CONFIG = "config.json"
+_CONFIG_LIMIT = 1 << 24
 _READ = 1 << 24
 
 
@@ -185,8 +187,8 @@ def _attempt(
         )  # fmt: skip
         before = origin.ref(target, deadline)
         plan = job.runner.call("resolve", lambda: resolve(upstream, deadline))
-        others = tuple(upstream.bring(file, deadline) for file in plan.others)
-        config = _config(others)
+        config = _config(upstream, plan.others, deadline)
+        others = tuple(_here(upstream, file, deadline) for file in plan.others)
         weights = job.weights(plan)
         left_out = (*plan.left_out, *weights.notes)
         for note in left_out:
@@ -233,7 +235,7 @@ class _Job:
 
     def weights(self, plan: Plan) -> _Weights:
         """Bring the weights, and convert them if they are pickles that are not known yet."""
-        brought = tuple(self.upstream.bring(file, self.deadline) for file in plan.weights)
+        brought = tuple(_here(self.upstream, file, self.deadline) for file in plan.weights)
         if plan.format == "safetensors":
             headers = read_headers(brought)
             notes: list[str] = []
@@ -329,13 +331,21 @@ class _Job:
         return read
 
 
-def _config(files: Sequence[LocalFile]) -> dict[str, Any]:
+def _here(upstream: Upstream, file: UpstreamFile, deadline: Deadline) -> LocalFile:
+    local = upstream.local(file, deadline)
+    if local is None:
+        raise SourceError(file.path, expected="a file on this machine", found="one elsewhere")
+    return local
+
+
+def _config(
+    upstream: Upstream, files: Sequence[UpstreamFile], deadline: Deadline
+) -> dict[str, Any]:
     """The parsed ``config.json``, ``{}`` if there is none."""
     file = next((file for file in files if file.path == _CONFIG), None)
     if file is None:
         return {}
-    with file.opened() as opened:
-        text = opened.read()
+    text = read_small(upstream, file, _CONFIG_LIMIT, deadline)
     try:
         # Configs are written by Python, whose JSON knows NaN and infinities; canonical JSON does
         # not, so they become strings.

@@ -14,18 +14,17 @@ from warmcast.manifests.canonical import parse_json
 from warmcast.manifests.errors import InvalidData
 from warmcast.manifests.rules import unsafe_path
 
-_LIMIT = 1 << 28
+MOST_NBYTES = 1 << 28
+"""No index is longer."""
 
 
-def read_index(path: str, location: Path) -> dict[str, str]:
+def read_index(path: str, data: bytes) -> dict[str, str]:
     """The shard (its path in the repository) of each tensor.
 
     Raises :class:`InvalidIndex` for anything but names and safe paths below the index's folder.
     """
-    if location.stat().st_size > _LIMIT:
-        raise InvalidIndex(path, expected=f"{_LIMIT} bytes at most", found="more")
     try:
-        record = parse_json(location.read_bytes(), path)
+        record = parse_json(data, path)
     except InvalidData as cause:
         raise InvalidIndex(str(cause)) from None
     shards = record.get("weight_map") if isinstance(record, dict) else None

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Literal
 
-from warmcast.flows.convert.index import read_index
+from warmcast.flows.convert.index import MOST_NBYTES, read_index
 from warmcast.flows.errors import AmbiguousWeights, MissingShard, NoWeights
-from warmcast.flows.upstreams import Upstream, UpstreamFile
+from warmcast.flows.upstreams import Upstream, UpstreamFile, read_small
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import InvalidManifest
 from warmcast.manifests.rules import unsafe_path
@@ -88,7 +88,7 @@ Index = tuple[str, Mapping[str, str]]
 
 
 def _index(upstream: Upstream, file: UpstreamFile, deadline: Deadline) -> Index:
-    return file.path, read_index(file.path, upstream.bring(file, deadline).location)
+    return file.path, read_index(file.path, read_small(upstream, file, MOST_NBYTES, deadline))
 
 
 def _choose(

@@ -1,7 +1,7 @@
 """The Upstream protocol, and the one place that knows which upstreams there are.
 
 An upstream is where a checkpoint comes from: a repository of files under ``/``-separated paths.
-It lists them, and brings one at a time to where it can be read.
+It lists them, and reads ranges of them.
 """
 
 from __future__ import annotations
@@ -11,21 +11,35 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
+from warmcast.flows.errors import SourceError
 from warmcast.flows.local import LocalFile
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import UsageError
+from warmcast.manifests.stores import ObjectReader
 
 
 @dataclass(frozen=True, slots=True)
 class UpstreamFile:
-    """A file of a repository: its path in it, and its size in bytes."""
+    """A file of a repository: its path in it, its size in bytes, and what is published of it.
+
+    ``sha256`` (hexadecimal) and ``crc32c`` are of its bytes, None where the upstream does not
+    tell. ``version`` names this state of the file (an etag, a generation, a commit and blob id):
+    another state never has the same; empty where the upstream tells none.
+    """
 
     path: str
     size: int
+    sha256: str | None = None
+    crc32c: int | None = None
+    version: str = ""
 
 
 class Upstream(Protocol):
-    """A repository of files. A new upstream is one file beside this one and a line below."""
+    """A repository of files. A new upstream is one file beside this one and a line below.
+
+    Calls are safe between threads. Errors are :class:`SourceError` and its kinds, and
+    ``DeadlineExceeded``; what can pass (429, 5xx, a connection lost) is tried again inside.
+    """
 
     name: str
     """What the manifest says of it, without paths or addresses of this machine."""
@@ -34,10 +48,19 @@ class Upstream(Protocol):
     """The commit, where the upstream tells; else empty."""
 
     def files(self, deadline: Deadline) -> tuple[UpstreamFile, ...]:
-        """The files, in order of their paths. Raises :class:`SourceError`."""
+        """The files, in order of their paths."""
 
-    def bring(self, file: UpstreamFile, deadline: Deadline) -> LocalFile:
-        """The file's bytes on this machine. Raises :class:`SourceChanged` if it is another now."""
+    def reader(self, file: UpstreamFile, deadline: Deadline) -> ObjectReader:
+        """Open one file to read ranges of it, many at once; of the state that ``file`` tells.
+
+        Reading raises :class:`SourceChanged` if the upstream has another state by now.
+        """
+
+    def local(self, file: UpstreamFile, deadline: Deadline) -> LocalFile | None:
+        """The file where it lies on this machine; None if it does not."""
+
+    def close(self) -> None:
+        """Give back connections and processes."""
 
 
 def open_upstream(source: str | Path) -> Upstream:
@@ -51,3 +74,16 @@ def open_upstream(source: str | Path) -> Upstream:
     if scheme not in ("", "file"):
         raise UsageError("source", expected="a folder", found=f"{source!s}")
     return FolderUpstream(Path(urlsplit(str(source)).path if scheme else source))
+
+
+def read_small(upstream: Upstream, file: UpstreamFile, limit: int, deadline: Deadline) -> bytes:
+    """A small file's bytes; :class:`SourceError` if it holds more than ``limit``."""
+    if file.size > limit:
+        raise SourceError(file.path, expected=f"{limit} bytes at most", found=file.size)
+    data = bytearray(file.size)
+    reader = upstream.reader(file, deadline)
+    try:
+        reader.read_into(0, memoryview(data), deadline)
+    finally:
+        reader.close()
+    return bytes(data)

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from warmcast.flows.errors import MissingShard, SourceError
-from warmcast.flows.local import LocalFile
+from warmcast.flows.local import LocalFile, LocalReader
 from warmcast.flows.upstreams import UpstreamFile
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import UsageError
@@ -44,10 +44,17 @@ class FolderUpstream:
         self._walk(self._folder, "", {os.path.realpath(self._folder)}, found, deadline)
         return tuple(sorted(found, key=lambda f: f.path))
 
-    def bring(self, file: UpstreamFile, deadline: Deadline) -> LocalFile:
+    def reader(self, file: UpstreamFile, deadline: Deadline) -> LocalReader:
+        """The file, open as it is now."""
+        return LocalReader(self.local(file, deadline))
+
+    def local(self, file: UpstreamFile, deadline: Deadline) -> LocalFile:
         """The file where it lies."""
         deadline.check(f"looking at {file.path}")
         return LocalFile.of(file.path, self._folder / file.path, size=file.size)
+
+    def close(self) -> None:
+        """Nothing is held."""
 
     def _walk(
         self,
