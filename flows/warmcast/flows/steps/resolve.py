@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from typing import Literal
 
 from warmcast.flows.convert.index import MOST_NBYTES, read_index
 from warmcast.flows.errors import AmbiguousWeights, MissingShard, NoWeights
 from warmcast.flows.upstreams import Upstream, UpstreamFile, read_small
+from warmcast.flows.upstreams.patterns import select
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import InvalidManifest
 from warmcast.manifests.rules import unsafe_path
@@ -60,9 +61,34 @@ class Plan:
     left_out: tuple[str, ...]
 
 
-def resolve(upstream: Upstream, deadline: Deadline) -> Plan:
-    """Decide what is deployed. Raises :class:`SourceError` and its kinds."""
-    files = {file.path: file for file in upstream.files(deadline)}
+def resolve(
+    upstream: Upstream,
+    deadline: Deadline,
+    *,
+    allow: Sequence[str] = (),
+    ignore: Sequence[str] = (),
+) -> Plan:
+    """Decide what is deployed of the files that ``allow`` and ``ignore`` take (see ``patterns``).
+
+    Raises :class:`SourceError` and its kinds, and :class:`UsageError` for what is no pattern.
+    """
+    listed = upstream.files(deadline)
+    taken, notes = select(listed, allow, ignore)
+    try:
+        plan = _plan(upstream, taken, deadline)
+    except (NoWeights, MissingShard) as cause:
+        if len(taken) == len(listed):
+            raise
+        options = (("allow", allow), ("ignore", ignore))
+        given = ", ".join(f"{option} {p!r}" for option, patterns in options for p in patterns)
+        raise type(cause)(
+            f"{given} leaves {len(taken)} of {len(listed)} files", found=cause
+        ) from cause
+    return replace(plan, left_out=(*plan.left_out, *notes))
+
+
+def _plan(upstream: Upstream, listed: Sequence[UpstreamFile], deadline: Deadline) -> Plan:
+    files = {file.path: file for file in listed}
     for path in files:
         if problem := unsafe_path(path):
             raise InvalidManifest(
@@ -111,9 +137,9 @@ def _choose(
     whole = [name for name in _WHOLE[format_] if name in weights]
     if whole:
         return whole[:1], None
-    if len(weights) <= 1:
-        return (weights, None) if weights else None
     numbered = [match for p in weights if (match := _NUMBERED.fullmatch(p))]
+    if len(weights) <= 1 and not numbered:  # one shard of several is not the weights
+        return (weights, None) if weights else None
     if len(numbered) < len(weights) or len({(m["stem"], m["count"]) for m in numbered}) > 1:
         raise _ambiguous("one checkpoint, or an index over its shards", weights)
     first = numbered[0]
