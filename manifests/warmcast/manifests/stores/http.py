@@ -153,8 +153,9 @@ class Http:
             self._options["ssl_context"] = context
         if any_name:
             self._options["assert_hostname"] = False
+        self.idle = idle
+        """Seconds without progress that are too many."""
         self._connect = connect
-        self._idle = idle
         self._direct = direct
         self._managers: dict[str | None, urllib3.PoolManager] = {}
         self._lock = threading.Lock()
@@ -181,7 +182,7 @@ class Http:
                 headers=dict(headers),
                 body=_chunks(body, deadline, cancelled) if body else None,
                 timeout=urllib3.Timeout(
-                    connect=_seconds(self._connect, deadline), read=_seconds(self._idle, deadline)
+                    connect=_seconds(self._connect, deadline), read=_seconds(self.idle, deadline)
                 ),
                 retries=False,
                 redirect=False,
