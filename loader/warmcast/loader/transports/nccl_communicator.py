@@ -57,6 +57,7 @@ class Communicator:
 
         An id that not every rank joins is its maker's to release.
         """
+        nccl.prepare()
         configuration = nccl.config(max_ctas)
         self._size = size
         with torch.cuda.device(self._device):
@@ -95,7 +96,11 @@ class Communicator:
         self._poll(event.query, doing)
 
     def close(self) -> None:
-        """End, in the background, what has done its work."""
+        """End, in the background, what has done its work.
+
+        NCCL (2.28) waits for the other ranks of this host: while one's process is stopped, a
+        thread, its sockets and NCCL's buffers stay; they go when it goes on or dies.
+        """
         self._end(self._close, ())
 
     def abort(self, held: Sequence[torch.Tensor] = ()) -> bool:

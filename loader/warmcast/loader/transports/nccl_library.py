@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import socket
 import struct
 from functools import cache
@@ -48,6 +49,9 @@ class _Config(ctypes.Structure):
 _UNDEFINED = -(2**31)
 _MAGIC = 0xCAFEBEEF
 _CONFIG_VERSION = 21800
+
+_BOOTSTRAP = 1  # the kind of NCCL's sockets that its ranks meet at
+_NOBODYS_RANKS = 4096  # more than any communicator of ours has
 
 
 @cache
@@ -122,8 +126,19 @@ def check(result: int, call: str) -> None:
         raise TransferFailed(f"nccl: {call}", expected="success", found=text)
 
 
+@cache
+def prepare() -> None:
+    """Called before NCCL is first used.
+
+    NCCL's RAS would join all processes that ever met in a communicator into one network, and keep
+    a connection to each; workers that pass weights on are not one job. A user's own setting holds.
+    """
+    os.environ.setdefault("NCCL_RAS_ENABLE", "0")
+
+
 def unique_id() -> bytes:
     """A new id. It starts a thread that waits for both ranks; see :func:`release`."""
+    prepare()
     value = UniqueId()
     check(loaded().ncclGetUniqueId(ctypes.byref(value)), "ncclGetUniqueId")
     return bytes(value)
@@ -148,7 +163,8 @@ def release(unique: bytes) -> None:
     """End the root thread of an id that not every rank has joined.
 
     The thread blocks in ``accept`` and knows no abort: without this it and its socket would stay
-    for the life of the process. It ends at a connection that opens rightly and then breaks off.
+    for the life of the process. It ends when a rank tells another number of ranks than the one
+    before, and closes what it has opened; where a connection merely breaks off, it does not.
     The id holds a magic number (8 bytes) and the socket address that the root listens on.
     """
     family = struct.unpack_from("<H", unique, 8)[0]
@@ -159,6 +175,12 @@ def release(unique: bytes) -> None:
         host = socket.inet_ntop(family, unique[16:32])
     else:
         return
-    # A root whose ranks have all come no longer listens, and there is nothing to end.
-    with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=1) as root:
-        root.sendall(unique[:8] + struct.pack("<i", 1))
+    # Where a rank had come, the first ends it. A root whose ranks have all come listens no more.
+    for ranks in (_NOBODYS_RANKS, _NOBODYS_RANKS + 1):
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection((host, port), timeout=1) as root,
+        ):
+            told = struct.pack("<4i", 0, ranks, 0, 1)  # rank, ranks, root, roots
+            root.sendall(unique[:8] + struct.pack("<2i", _BOOTSTRAP, len(told)) + told)
+            root.recv(1)  # it closes when it has read
