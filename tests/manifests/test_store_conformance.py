@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
@@ -24,7 +24,7 @@ from warmcast.manifests.errors import (
     StoreError,
     UsageError,
 )
-from warmcast.manifests.stores import ObjectStore, open_store
+from warmcast.manifests.stores import ObjectStore, Part, open_store
 from warmcast.manifests.stores.file import FileStore
 from warmcast.manifests.stores.gcs import GcsStore
 from warmcast.manifests.stores.s3 import S3Store
@@ -284,6 +284,108 @@ class Source(io.RawIOBase):
 
 store.upload("a", Source(), 3 * part, 0, Deadline.after(60))
 """
+
+
+def begun(store: ObjectStore, deadline: Deadline) -> list[str]:
+    return [item.token for item in store.begun_parts(deadline)]
+
+
+def cut(data: bytes) -> list[tuple[int, memoryview]]:
+    return [(i, memoryview(data)[i : i + PART]) for i in range(0, len(data), PART)]
+
+
+def send(
+    store: ObjectStore, token: str, data: bytes, deadline: Deadline, only: Sequence[int] = (0, 1, 2)
+) -> list[Part]:
+    pieces = cut(data)
+    return [
+        store.put_part(token, i, *pieces[i], crc32c(pieces[i][1]), deadline)
+        for i in only
+        if i < len(pieces)
+    ]
+
+
+class TestParts:
+    """Objects that are sent in parts by whoever has the token."""
+
+    @pytest.mark.parametrize("known", [True, False], ids=["to its key", "to no key yet"])
+    @pytest.mark.parametrize("data", [SMALL, LARGE], ids=["one part", "three"])
+    def test_several_processes_send_one_object(
+        self, store: ObjectStore, deadline: Deadline, data: bytes, known: bool
+    ) -> None:
+        token = store.begin_parts("a/b" if known else None, deadline)
+        parts = send(store, token, data, deadline, (2, 0))
+        assert store.head("a/b", deadline) is None
+        assert list(store.list("a", deadline)) == []
+        assert begun(store, deadline) == [token]
+        later = open_store(store.url)  # knows of the other what the token says
+        parts += send(later, token, data, deadline, (1, 0))[: 1 if len(data) > PART else 0]
+        parts.sort(key=lambda part: part.index)
+        assert later.complete_parts(token, parts, "a/b", crc32c(data), deadline)
+        assert read(store, "a/b", 0, len(data), deadline) == data
+        info = store.head("a/b", deadline)
+        assert info is not None
+        assert info.crc32c in (None, crc32c(data))
+        # Whoever did not learn that it was done may ask again.
+        assert not later.complete_parts(token, parts, "a/b", crc32c(data), deadline)
+        later.close()
+        assert begun(store, deadline) == []
+        assert [info.key for info in store.list("", deadline)] == ["a/b"]
+        assert unfinished(store, deadline) == []
+
+    @pytest.mark.parametrize("known", [True, False], ids=["to its key", "to no key yet"])
+    def test_an_object_that_is_there_stays(
+        self, store: ObjectStore, deadline: Deadline, known: bool
+    ) -> None:
+        token = store.begin_parts("a" if known else None, deadline)
+        parts = send(store, token, LARGE, deadline)
+        store.create("a", b"before", deadline)
+        assert not store.complete_parts(token, parts, "a", crc32c(LARGE), deadline)
+        assert store.read("a", deadline)[0] == b"before"
+        assert begun(store, deadline) == []
+        assert unfinished(store, deadline) == []
+
+    def test_a_part_or_the_whole_is_checked(self, store: ObjectStore, deadline: Deadline) -> None:
+        token = store.begin_parts(None, deadline)
+        if isinstance(store, S3Store):
+            with pytest.raises(IntegrityError):
+                store.put_part(token, 0, 0, memoryview(SMALL), 1, deadline)
+        parts = send(store, token, LARGE, deadline)
+        for wrong, promised in ((parts[:2], crc32c(LARGE)), (parts, crc32c(LARGE) ^ 1)):
+            with pytest.raises(IntegrityError, match="a"):
+                store.complete_parts(token, wrong, "a", promised, deadline)
+            assert store.head("a", deadline) is None
+        assert store.complete_parts(token, parts, "a", crc32c(LARGE), deadline)
+
+    def test_what_is_aborted_is_gone(self, store: ObjectStore, deadline: Deadline) -> None:
+        for key in ("a", None):
+            token = store.begin_parts(key, deadline)
+            parts = send(store, token, LARGE, deadline)
+            (item,) = store.begun_parts(deadline)
+            assert 0 <= item.age < 60
+            store.abort_parts(token, deadline)
+            store.abort_parts(token, deadline)
+            assert begun(store, deadline) == []
+            with pytest.raises(NotFound):
+                store.complete_parts(token, parts, "a", crc32c(LARGE), deadline)
+            assert list(store.list("", deadline)) == []
+
+    def test_many_parts(self, store: ObjectStore, deadline: Deadline) -> None:
+        if isinstance(store, S3Store):
+            pytest.skip("the conformance of S3 is to parts of 5 MiB")
+        data = LARGE[: 70 * 1000 + 1]
+        token = store.begin_parts(None, deadline)
+        pieces = [memoryview(data)[i : i + 1000] for i in range(0, len(data), 1000)]
+
+        def one(index: int) -> Part:
+            piece = pieces[index]
+            return store.put_part(token, index, index * 1000, piece, crc32c(piece), deadline)
+
+        with ThreadPoolExecutor(8) as pool:
+            parts = list(pool.map(one, range(len(pieces))))
+        assert store.complete_parts(token, parts, "a", crc32c(data), deadline)
+        assert read(store, "a", 0, len(data), deadline) == data
+        assert begun(store, deadline) == []
 
 
 class TestRanges:

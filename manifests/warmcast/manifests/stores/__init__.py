@@ -11,7 +11,7 @@ against the CRC32C it was sent with, where the store can.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO, Protocol
 from urllib.parse import urlsplit
@@ -28,6 +28,28 @@ class ObjectInfo:
     size: int
     etag: str
     crc32c: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part that a store has of an object that is not there yet.
+
+    ``index`` counts from 0; all but the last part of an object are of one size in bytes. ``tag`` is
+    how the store knows it.
+    """
+
+    index: int
+    size: int
+    crc32c: int
+    tag: str
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """An object that somebody began to send in parts, and the seconds since."""
+
+    token: str
+    age: float
 
 
 class ObjectReader(Protocol):
@@ -107,6 +129,48 @@ class ObjectStore(Protocol):
 
         Raises :class:`IntegrityError` if the bytes that arrived are not the bytes promised.
         """
+
+    # Objects that are sent in parts by whoever has the token: this process, or another after it.
+
+    def begin_parts(self, key: str | None, deadline: Deadline) -> str:
+        """Begin an object, which stays invisible until it is completed; the token that names it.
+
+        ``key`` is where it will be, None if that is not known before its last byte is: a store may
+        then have to copy it, itself.
+        """
+
+    def put_part(
+        self,
+        token: str,
+        index: int,
+        offset: int,
+        data: memoryview,
+        crc32c: int,
+        deadline: Deadline,
+    ) -> Part:
+        """Send the bytes at ``offset``, several parts at once; a part may be sent again.
+
+        The store checks ``crc32c``, if it can. Parts other than the last have one size, of 5 MiB
+        or more and a multiple of 256 KiB, and there are 10,000 at most. A part that was returned
+        outlives this process and this machine's crash. Raises :class:`NotFound` if nothing was
+        begun under the token, or it has ended.
+        """
+
+    def complete_parts(
+        self, token: str, parts: Sequence[Part], key: str, crc32c: int, deadline: Deadline
+    ) -> bool:
+        """Make the object of these parts, in order, visible, if there is none; whether it was.
+
+        Takes away what was begun, also where there is an object already. May be called again
+        after a failure or a kill. Raises :class:`IntegrityError` if the object would have another
+        CRC32C; it is not visible then.
+        """
+
+    def abort_parts(self, token: str, deadline: Deadline) -> None:
+        """Take away what was begun; nothing happens if it has ended."""
+
+    def begun_parts(self, deadline: Deadline) -> Iterator[Begun]:
+        """What was begun and has not ended, as far as the store can tell."""
 
     def list(self, prefix: str, deadline: Deadline) -> Iterator[ObjectInfo]:
         """The visible objects whose key begins with ``prefix``, in order of their keys."""

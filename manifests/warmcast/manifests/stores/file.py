@@ -2,6 +2,7 @@
 
     <root>/<key>            a visible object: whole, synced, never written to again
     <root>/.tmp/<random>    an object that is being written; its writer holds an flock on it
+    <root>/.tmp/parts-<token>   an object that is sent in parts; it outlives its writer
     <root>/.tmp/lock        held for as long as a compare-and-swap or a deletion takes
 
 An object is written under a temporary name and becomes visible by ``link`` (if there is none) or
@@ -22,17 +23,19 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import unquote, urlsplit
 
+from warmcast.manifests.checksum import combine, to_hex
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import (
     CredentialsRefused,
     DeadlineExceeded,
+    IntegrityError,
     NotFound,
     PreconditionFailed,
     StoreError,
@@ -40,7 +43,7 @@ from warmcast.manifests.errors import (
     UsageError,
     WarmcastError,
 )
-from warmcast.manifests.stores import ObjectInfo, ObjectReader
+from warmcast.manifests.stores import Begun, ObjectInfo, ObjectReader, Part
 from warmcast.manifests.stores.checks import (
     RESERVED,
     check_key,
@@ -54,6 +57,7 @@ from warmcast.manifests.stores.file_reader import FileReader
 _SMALL = 1 << 16
 _PIECE = 1 << 22
 _LOCK = "lock"
+_PARTS = "parts-"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
 # O_NONBLOCK: opening a pipe that somebody put into the folder must not wait for its other end.
@@ -173,6 +177,85 @@ class FileStore:
                 os.fsync(fd)
                 return self._link(name, key)
 
+    def begin_parts(self, key: str | None, deadline: Deadline) -> str:
+        """Begin an object that is sent in parts; its token."""
+        deadline.check(f"beginning {key or 'an object'}")
+        token = secrets.token_hex(16)
+        path = self._parts(token)
+        with self._explained(str(path.name)):
+            _make_folders(path.parent)
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+            _sync(path.parent)
+        return token
+
+    def put_part(
+        self,
+        token: str,
+        index: int,
+        offset: int,
+        data: memoryview,
+        crc32c: int,
+        deadline: Deadline,
+    ) -> Part:
+        """Write the bytes at ``offset``; they are on the disk when this returns."""
+        path = self._parts(token)
+        with self._explained(path.name):
+            fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                done = 0
+                while done < len(data):
+                    deadline.check(f"writing {path.name}")
+                    done += os.pwrite(fd, data[done : done + _PIECE], offset + done)
+                os.fdatasync(fd)
+            finally:
+                os.close(fd)
+        return Part(index, len(data), crc32c, f"{offset:x}")
+
+    def complete_parts(
+        self, token: str, parts: Sequence[Part], key: str, crc32c: int, deadline: Deadline
+    ) -> bool:
+        """Make the object of these parts visible, if there is none; whether it was."""
+        deadline.check(f"writing {key}")
+        path = self._parts(token)
+        size = whole = 0
+        for part in parts:
+            whole = combine(whole, part.crc32c, part.size)
+            size += part.size
+        with self._explained(key):
+            if self._exists(key):
+                path.unlink(missing_ok=True)
+                return False
+            found = path.stat().st_size
+            if (found, whole) != (size, crc32c):
+                raise IntegrityError(
+                    self._where(key),
+                    expected=f"{size} bytes, CRC32C {to_hex(crc32c)}",
+                    found=f"{found} bytes, CRC32C {to_hex(whole)}",
+                )
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            written = self._link(path, key)
+            path.unlink(missing_ok=True)
+            return written
+
+    def abort_parts(self, token: str, deadline: Deadline) -> None:
+        """Take away what was begun."""
+        deadline.check("taking away what was begun")
+        path = self._parts(token)
+        with self._explained(path.name):
+            path.unlink(missing_ok=True)
+
+    def begun_parts(self, deadline: Deadline) -> Iterator[Begun]:
+        """What was begun and has not ended; its age is that of its last part."""
+        deadline.check("listing what was begun")
+        for path in sorted((self._root / RESERVED).glob(f"{_PARTS}*")):
+            with suppress(FileNotFoundError):
+                age = max(0.0, time.time() - path.stat().st_mtime)
+                yield Begun(path.name.removeprefix(_PARTS), age)
+
     def list(self, prefix: str, deadline: Deadline) -> Iterator[ObjectInfo]:
         """The visible objects whose key begins with ``prefix``, in order of their keys."""
         check_prefix(prefix)
@@ -211,6 +294,12 @@ class FileStore:
                 do="copy what it points to into the store",
             )
         return path
+
+    def _parts(self, token: str) -> Path:
+        """Where an object lies that is sent in parts."""
+        if not is_key_part(token):
+            raise UsageError("token", expected="one that begin_parts gave", found=repr(token))
+        return self._root / RESERVED / f"{_PARTS}{token}"
 
     def _exists(self, key: str) -> bool:
         path = self._path(key)
@@ -308,7 +397,7 @@ class FileStore:
             return
         self._swept = True
         for path in folder.iterdir():
-            if path.name == _LOCK:
+            if path.name == _LOCK or path.name.startswith(_PARTS):
                 continue
             # Gone already, still being written, or another user's, whose own writers sweep it.
             with suppress(FileNotFoundError, BlockingIOError, PermissionError):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from datetime import datetime
 from io import BytesIO
 from typing import Any, BinaryIO, TypeVar, cast
 from urllib.parse import quote, urlencode
@@ -34,7 +35,7 @@ from warmcast.manifests.errors import (
     StoreError,
     UsageError,
 )
-from warmcast.manifests.stores import ObjectInfo, ObjectReader
+from warmcast.manifests.stores import Begun, ObjectInfo, ObjectReader, Part, gcs_parts
 from warmcast.manifests.stores.checks import (
     check_key,
     check_prefix,
@@ -56,7 +57,7 @@ PART = 16 << 20
 
 _SINGLE = 8 << 20  # bytes of the largest object that google-cloud-storage sends in one request
 _CLEANUP = 5.0  # seconds to take away what a server should have refused
-_LISTED = "items(name,size,generation,crc32c),nextPageToken"
+_LISTED = "items(name,size,generation,crc32c,timeCreated),nextPageToken"
 
 
 class GcsStore:
@@ -150,12 +151,12 @@ class GcsStore:
 
     def create(self, key: str, data: bytes, deadline: Deadline) -> bool:
         """Write a small object if there is none; whether it was written."""
-        return self._put(key, data, crc32c_of(data), deadline, generation=0) is not None
+        return self.put(key, data, crc32c_of(data), deadline, generation=0) is not None
 
     def replace(self, key: str, data: bytes, expected: str | None, deadline: Deadline) -> str:
         """Compare and swap; the new etag."""
         generation = 0 if expected is None else self._generation(key, expected)
-        etag = self._put(key, data, crc32c_of(data), deadline, generation=generation)
+        etag = self.put(key, data, crc32c_of(data), deadline, generation=generation)
         if etag is None:
             raise PreconditionFailed(
                 self.where(key), expected=expected or "no object", found="another version"
@@ -180,26 +181,44 @@ class GcsStore:
             return etag is not None
         whole = pieces(self.where(key), source, size, crc32c, _SINGLE, deadline)
         data = b"".join(piece.data for piece in whole)
-        written = self._put(key, data, crc32c, deadline, generation=0) is not None
+        written = self.put(key, data, crc32c, deadline, generation=0) is not None
         if progress is not None:
             progress(size)
         return written
 
+    def begin_parts(self, key: str | None, deadline: Deadline) -> str:
+        """Begin an object that is sent in parts; its token."""
+        return gcs_parts.begin(self, deadline)
+
+    def put_part(
+        self,
+        token: str,
+        index: int,
+        offset: int,
+        data: memoryview,
+        crc32c: int,
+        deadline: Deadline,
+    ) -> Part:
+        """Send a part."""
+        return gcs_parts.put(self, token, index, data, crc32c, deadline)
+
+    def complete_parts(
+        self, token: str, parts: Sequence[Part], key: str, crc32c: int, deadline: Deadline
+    ) -> bool:
+        """Make the object of these parts visible, if there is none; whether it was."""
+        return gcs_parts.complete(self, token, parts, key, crc32c, deadline)
+
+    def abort_parts(self, token: str, deadline: Deadline) -> None:
+        """Take away what was begun."""
+        gcs_parts.abort(self, token, deadline)
+
+    def begun_parts(self, deadline: Deadline) -> Iterator[Begun]:
+        """What was begun and has not ended."""
+        return gcs_parts.begun(self, deadline)
+
     def list(self, prefix: str, deadline: Deadline) -> Iterator[ObjectInfo]:
         """The objects whose key begins with ``prefix``, in order of their keys."""
-        check_prefix(prefix)
-        found: list[ObjectInfo] = []
-        page: dict[str, str | None] = {"page_token": None}
-        while True:
-            blobs, token = self.call(prefix, deadline, lambda: self._page(prefix, **page))
-            for blob in blobs:
-                key = blob.name.removeprefix(self._prefix)
-                with suppress(UsageError):  # what others put there under names that are no keys
-                    check_key(key)
-                    found.append(_info(key, blob))
-            if token is None:
-                break
-            page["page_token"] = token
+        found = [_info(key, blob) for key, blob in self._listed(prefix, deadline)]
         yield from sorted(found, key=lambda info: info.key)
 
     def delete(self, key: str, deadline: Deadline) -> None:
@@ -276,9 +295,59 @@ class GcsStore:
             do="send them again",
         )
 
+    # For objects in parts
+
+    def compose(
+        self,
+        sources: Sequence[tuple[str, str]],
+        key: str,
+        *,
+        deadline: Deadline,
+        generation: int | None,
+    ) -> Mapping[str, Any]:
+        """Have the server write an object of others (key and etag of each), in order.
+
+        ``generation`` is that of the object there is (0: none; None: any). What the server says
+        of the object. Raises :class:`PreconditionFailed`, and :class:`NotFound` for a source.
+        """
+        parts = [self.blob(source) for source, _ in sources]
+        generations = [self._generation(source, etag) for source, etag in sources]
+
+        def send() -> Mapping[str, Any]:
+            blob = self.blob(key)
+            blob.content_type = "application/octet-stream"
+            blob.compose(
+                parts,
+                if_generation_match=generation,
+                if_source_generation_match=generations,
+                retry=None,
+            )
+            return {"generation": blob.generation, "size": blob.size, "crc32c": blob.crc32c}
+
+        return self.call(key, deadline, send)
+
+    def created(self, prefix: str, deadline: Deadline) -> Iterator[tuple[str, datetime]]:
+        """The objects below a prefix, and when each was created."""
+        for key, blob in self._listed(prefix, deadline):
+            yield key, blob.time_created
+
     # Requests
 
-    def _put(
+    def _listed(self, prefix: str, deadline: Deadline) -> Iterator[tuple[str, Blob]]:
+        check_prefix(prefix)
+        page: dict[str, str | None] = {"page_token": None}
+        while True:
+            blobs, token = self.call(prefix, deadline, lambda: self._page(prefix, **page))
+            for blob in blobs:
+                key = blob.name.removeprefix(self._prefix)
+                with suppress(UsageError):  # what others put there under names that are no keys
+                    check_key(key)
+                    yield key, blob
+            if token is None:
+                return
+            page["page_token"] = token
+
+    def put(
         self, key: str, data: bytes, crc32c: int, deadline: Deadline, *, generation: int
     ) -> str | None:
         """Write an object if the one there is of ``generation`` (0: none).

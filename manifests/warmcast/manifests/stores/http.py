@@ -168,7 +168,7 @@ class Http:
         deadline: Deadline,
         *,
         headers: Mapping[str, str],
-        body: bytes | None = None,
+        body: bytes | memoryview | None = None,
         cancelled: threading.Event | None = None,
     ) -> Iterator[urllib3.BaseHTTPResponse]:
         """The response to one request, its body unread; what is left of it is dropped at the end.
@@ -276,7 +276,7 @@ def _seconds(most: float, deadline: Deadline) -> float:
 
 
 def _chunks(
-    body: bytes, deadline: Deadline, cancelled: threading.Event | None
+    body: bytes | memoryview, deadline: Deadline, cancelled: threading.Event | None
 ) -> Iterator[memoryview]:
     """A body in pieces, so that each has its own time to be sent, and none follows a deadline."""
     view = memoryview(body)

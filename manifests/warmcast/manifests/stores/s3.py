@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ from warmcast.manifests.errors import (
     UsageError,
     WarmcastError,
 )
-from warmcast.manifests.stores import ObjectInfo, ObjectReader
+from warmcast.manifests.stores import Begun, ObjectInfo, ObjectReader, Part, s3_parts
 from warmcast.manifests.stores.checks import (
     check_key,
     check_prefix,
@@ -92,11 +92,11 @@ class S3Store:
 
     def __init__(self, url: str, *, part_size: int = PART) -> None:
         """``part_size`` (bytes) may be changed where a server's limits ask for it."""
-        self._bucket, self._prefix = parse_bucket(url, "s3")
-        self.url = f"s3://{self._bucket}/{self._prefix}".rstrip("/")
+        self.bucket, self.prefix = parse_bucket(url, "s3")
+        self.url = f"s3://{self.bucket}/{self.prefix}".rstrip("/")
         self.part_size = part_size
         session = botocore.session.get_session()
-        self._http = Http(session.get_config_variable("ca_bundle"))
+        self.http = Http(session.get_config_variable("ca_bundle"))
         self.client = _client(session, self._send)
         self.unfinished: set[tuple[str, str]] = set()
         """Uploads in parts, as key and upload id, that were neither completed nor aborted."""
@@ -121,9 +121,9 @@ class S3Store:
         attempts = Attempts(where, deadline)
         while True:
             try:
-                with self._http.open("GET", url, deadline, headers=headers) as response:
+                with self.http.open("GET", url, deadline, headers=headers) as response:
                     if response.status != 200:
-                        raise self._error(response, key, deadline)
+                        raise self.error(response, key, deadline)
                     data = read_all(response, limit, deadline, where)
                     _check_crc32c(where, data, response.headers)
                     return data, response.headers.get("ETag", "")
@@ -148,7 +148,7 @@ class S3Store:
             return
         url = self._signed(key)
         read_range(
-            self._http,
+            self.http,
             lambda version: (url, {} if version is None else {"If-Match": version}),
             where,
             offset,
@@ -156,7 +156,7 @@ class S3Store:
             deadline,
             etag=etag,
             version_header="ETag",
-            error_of=lambda response: self._error(response, key, deadline),
+            error_of=lambda response: self.error(response, key, deadline),
         )
 
     def reader(self, key: str, deadline: Deadline) -> ObjectReader:
@@ -204,15 +204,45 @@ class S3Store:
             progress(size)
         return written
 
+    def begin_parts(self, key: str | None, deadline: Deadline) -> str:
+        """Begin an object that is sent in parts; its token."""
+        return s3_parts.begin(self, key, deadline)
+
+    def put_part(
+        self,
+        token: str,
+        index: int,
+        offset: int,
+        data: memoryview,
+        crc32c: int,
+        deadline: Deadline,
+    ) -> Part:
+        """Send a part."""
+        return s3_parts.put(self, token, index, data, crc32c, deadline)
+
+    def complete_parts(
+        self, token: str, parts: Sequence[Part], key: str, crc32c: int, deadline: Deadline
+    ) -> bool:
+        """Make the object of these parts visible, if there is none; whether it was."""
+        return s3_parts.complete(self, token, parts, key, crc32c, deadline)
+
+    def abort_parts(self, token: str, deadline: Deadline) -> None:
+        """Take away what was begun."""
+        s3_parts.abort(self, token, deadline)
+
+    def begun_parts(self, deadline: Deadline) -> Iterator[Begun]:
+        """What was begun and has not ended."""
+        return s3_parts.begun(self, deadline)
+
     def list(self, prefix: str, deadline: Deadline) -> Iterator[ObjectInfo]:
         """The objects whose key begins with ``prefix``, in order of their keys."""
         check_prefix(prefix)
-        page: dict[str, Any] = {"Prefix": self._prefix + prefix}
+        page: dict[str, Any] = {"Prefix": self.prefix + prefix}
         found: list[ObjectInfo] = []
         while True:
             answer = self.call(self.client.list_objects_v2, prefix, deadline, **page)
             for entry in answer.get("Contents", ()):
-                key = entry["Key"].removeprefix(self._prefix)
+                key = entry["Key"].removeprefix(self.prefix)
                 with suppress(UsageError):  # what others put there under names that are no keys
                     check_key(key)
                     found.append(ObjectInfo(key, entry["Size"], entry["ETag"]))
@@ -229,15 +259,15 @@ class S3Store:
     def close(self) -> None:
         """Close the connections; abort uploads that could not be aborted when they failed."""
         abort_all(self)
-        self._http.close()
+        self.http.close()
         self.client.close()
 
-    # For the upload in parts
+    # For uploads in parts
 
     def name(self, key: str) -> str:
         """A key as the bucket knows it."""
         check_key(key)
-        return self._prefix + key
+        return self.prefix + key
 
     def where(self, key: str) -> str:
         """A key as messages name it."""
@@ -278,7 +308,7 @@ class S3Store:
             deadline.check(f"asking for {where}")
             token = _running.set(_Running(deadline, cancelled))
             try:
-                return operation(Bucket=self._bucket, **parameters)
+                return operation(Bucket=self.bucket, **parameters)
             except Transient as failure:
                 error: WarmcastError = failure
                 cause: Exception = failure
@@ -307,7 +337,7 @@ class S3Store:
         }
         # botocore wraps bytes so that it could send them twice.
         body = request.body.getvalue() if isinstance(request.body, BytesIO) else request.body
-        with self._http.open(
+        with self.http.open(
             request.method,
             request.url,
             running.deadline,
@@ -324,13 +354,13 @@ class S3Store:
         try:
             return self.client.generate_presigned_url(
                 "get_object",
-                Params={"Bucket": self._bucket, "Key": self.name(key), **parameters},
+                Params={"Bucket": self.bucket, "Key": self.name(key), **parameters},
                 ExpiresIn=_SIGNED_FOR,
             )
         except BotoCoreError as cause:
             raise error_of_botocore(self.where(key), cause) from cause
 
-    def _error(
+    def error(
         self, response: urllib3.BaseHTTPResponse, key: str, deadline: Deadline
     ) -> WarmcastError:
         """What an answer to a read means that is not the object."""

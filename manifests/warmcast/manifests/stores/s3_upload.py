@@ -72,7 +72,7 @@ def upload_in_parts(
         _abort(store, upload, deadline)
         raise
     store.unfinished.discard(upload)
-    _abort_others(store, key, deadline)
+    abort_others(store, key, deadline)
     return True
 
 
@@ -177,7 +177,7 @@ def _abort(store: S3Store, upload: tuple[str, str], deadline: Deadline) -> None:
         store.unfinished.discard(upload)
 
 
-def _abort_others(store: S3Store, key: str, deadline: Deadline) -> None:
+def abort_others(store: S3Store, key: str, deadline: Deadline) -> None:
     """Abort all other uploads of an object that is now there."""
     # Listing uploads is a permission of its own, and the object is written: a bucket's life cycle
     # rule then has to do it.

@@ -1,0 +1,128 @@
+"""Objects in a bucket of Google's that are sent in parts, by one process or by several.
+
+A token is random. Each part is an object, ``transfers/parts/<token>/<index>``, written if there is
+none; the server composes them, 32 at a time, into the object. Until then that has no key, so none
+has to be known before its last byte. Resumable sessions would take parts in order only.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from datetime import UTC, datetime
+from functools import partial
+from typing import TYPE_CHECKING
+
+from warmcast.manifests.checksum import combine, to_hex
+from warmcast.manifests.deadline import Deadline
+from warmcast.manifests.errors import IntegrityError, NotFound, PreconditionFailed, UsageError
+from warmcast.manifests.stores import Begun, Part
+
+if TYPE_CHECKING:
+    from warmcast.manifests.stores.gcs import GcsStore
+
+_FOLDER = "transfers/parts/"
+_BEGUN = "begun"
+_MOST = 32  # objects that one request composes
+_AT_ONCE = 8
+_HEX = frozenset("0123456789abcdef")
+
+
+def begin(store: GcsStore, deadline: Deadline) -> str:
+    """A new token; an empty object tells when it was begun."""
+    token = secrets.token_hex(16)
+    store.create(f"{_folder(token)}{_BEGUN}", b"", deadline)
+    return token
+
+
+def put(
+    store: GcsStore, token: str, index: int, data: memoryview, crc32c: int, deadline: Deadline
+) -> Part:
+    """Write a part, unless it is there."""
+    key = f"{_folder(token)}{index:06d}"
+    generation = store.put(key, bytes(data), crc32c, deadline, generation=0)
+    if generation is None:
+        info = store.head(key, deadline)
+        if info is None:
+            raise NotFound(store.where(key), expected="the upload that was begun", found="none")
+        if (info.size, info.crc32c) != (len(data), crc32c):
+            raise IntegrityError(
+                store.where(key),
+                expected=f"{len(data)} bytes, CRC32C {to_hex(crc32c)}",
+                found=f"{info.size} bytes of an earlier attempt",
+                do="the source changed; deploy again",
+            )
+        generation = info.etag
+    return Part(index, len(data), crc32c, generation)
+
+
+def complete(
+    store: GcsStore,
+    token: str,
+    parts: Sequence[Part],
+    key: str,
+    crc32c: int,
+    deadline: Deadline,
+) -> bool:
+    """Compose the parts, if there is no object under ``key``; whether it was written."""
+    whole = 0
+    for part in parts:
+        whole = combine(whole, part.crc32c, part.size)
+    if whole != crc32c:
+        raise IntegrityError(store.where(key), expected=to_hex(crc32c), found=to_hex(whole))
+    folder = _folder(token)
+    level = [(f"{folder}{part.index:06d}", part.tag) for part in parts]
+    written = False
+    try:
+        if store.head(key, deadline) is None:
+            if store.head(f"{folder}{_BEGUN}", deadline) is None:
+                raise NotFound(store.where(key), expected="the upload that was begun", found="none")
+            depth = 0
+            while len(level) > _MOST:
+                depth += 1
+                groups = [level[i : i + _MOST] for i in range(0, len(level), _MOST)]
+                names = [f"{folder}c{depth}-{i:06d}" for i in range(len(groups))]
+                with ThreadPoolExecutor(_AT_ONCE, "warmcast-compose") as pool:
+                    made = partial(store.compose, deadline=deadline, generation=None)
+                    tags = list(pool.map(made, groups, names))
+                etags = [str(tag["generation"]) for tag in tags]
+                level = list(zip(names, etags, strict=True))
+            composed = store.compose(level, key, deadline=deadline, generation=0)
+            size = sum(part.size for part in parts)
+            store.check_written(key, size, crc32c, deadline, composed)
+            written = True
+    except (NotFound, PreconditionFailed):
+        # Somebody else wrote it; or we did, and the answer was lost.
+        if store.head(key, deadline) is None:
+            raise
+    abort(store, token, deadline)
+    return written
+
+
+def abort(store: GcsStore, token: str, deadline: Deadline) -> None:
+    """Delete the parts; what tells of them goes last."""
+    keys = [info.key for info in store.list(_folder(token), deadline)]
+    last = f"{_folder(token)}{_BEGUN}"
+    with ThreadPoolExecutor(_AT_ONCE, "warmcast-delete") as pool:
+        list(pool.map(lambda key: store.delete(key, deadline), (k for k in keys if k != last)))
+    store.delete(last, deadline)
+
+
+def begun(store: GcsStore, deadline: Deadline) -> Iterator[Begun]:
+    """The tokens of which there are parts, and the age of the youngest."""
+    newest: dict[str, datetime] = {}
+    for key, at in store.created(_FOLDER, deadline):
+        token = key.removeprefix(_FOLDER).partition("/")[0]
+        with suppress(UsageError):
+            _folder(token)
+            newest[token] = max(at, newest.get(token, at))
+    for token, at in sorted(newest.items()):
+        yield Begun(token, (datetime.now(UTC) - at).total_seconds())
+
+
+def _folder(token: str) -> str:
+    if len(token) != 32 or not _HEX.issuperset(token):
+        raise UsageError("token", expected="one that begin_parts gave", found=repr(token))
+    return f"{_FOLDER}{token}/"
