@@ -45,7 +45,7 @@ from warmcast.loader import Loader, filling, handshake
 from warmcast.loader.change import Change
 from warmcast.loader.registry import Registry, Watch
 from warmcast.loader.routes import peer
-from warmcast.loader.transports import ipc
+from warmcast.loader.transports import ipc_giving, ipc_pull, ipc_relay
 from warmcast.loader.transports.gloo import Gloo, _RegistryStore
 from warmcast.loader.transports.ipc_channel import Address, Channel
 from warmcast.loader.transports.ipc_memory import Opened
@@ -301,13 +301,14 @@ def _on_a_gpu(halts: _Moments, device: str) -> None:
     """
     torch.cuda.set_device(device)
     torch.zeros(1, device=device)
-    ipc.CHUNK = 1 << 20
+    ipc_pull.CHUNK = 1 << 20
     _count_opened()
-    halts.before(ipc._Pull, "run", "creating", lambda *args: True)
-    halts.before(ipc, "_give", "creating", lambda *args: True)
-    halts.after(ipc._Pull, "_settle", "receiving", lambda moved: moved)
-    halts.after(ipc._Pull, "_neighbour", "following", lambda giver: giver is not None)
-    halts.after(ipc._Giving, "_next", "sending", lambda message: message.kind == "have")
+    halts.before(ipc_pull.Pull, "run", "creating", lambda *args: True)
+    for module in (ipc_giving, ipc_relay):
+        halts.before(module, "give", "creating", lambda *args: True)
+    halts.after(ipc_pull.Pull, "_settle", "receiving", lambda moved: moved)
+    halts.after(ipc_pull.Pull, "_neighbour", "following", lambda giver: giver is not None)
+    halts.after(ipc_giving.Giving, "_next", "sending", lambda message: message.kind == "have")
     halts.before(Communicator, "create", "creating", lambda *args: True)
     for moment in ("receiving", "sending"):  # a process does one of them
         halts.after(Communicator, "broadcast", moment, lambda _: True)

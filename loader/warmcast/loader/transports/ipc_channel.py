@@ -26,6 +26,13 @@ from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import InvalidData
 from warmcast.manifests.manifest import Record, parse_record
 
+STALL = 0.25
+"""Seconds after which a neighbour without progress is passed by, or one behind is not waited for
+any longer."""
+
+PATIENCE = 10.0
+"""Seconds that the other side has for one message that is due."""
+
 _LONGEST = 1 << 17
 """Bytes of the longest message; what a socket's buffer holds of one."""
 
