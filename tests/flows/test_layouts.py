@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from warmcast.flows.run import deploy
-from warmcast.flows.steps.layouts import layout_for, parse_mesh
+from warmcast.flows.steps.layouts import layout_for, pieces_for
+from warmcast.flows.steps.meshes import parse_mesh
 from warmcast.manifests import Mesh
 from warmcast.manifests.checksum import crc32c, to_hex
 from warmcast.manifests.errors import UsageError
@@ -27,6 +28,10 @@ def entry(name, shape, dtype="F32", nbytes=None):
     )  # fmt: skip
 
 
+def laid_out(tensors, tied, mesh, read):
+    return layout_for(mesh, pieces_for(tensors, tied, mesh), read)
+
+
 def never(_):
     raise AssertionError("read")
 
@@ -40,8 +45,8 @@ def test_slices(data):
     shape = (*shape[:axis], shape[axis] * count, *shape[axis + 1 :])
     tensor = torch.randn(shape)
     mesh = Mesh.grid({"dp": 2, "tp": count}, {"w*": f"tp:{axis}"})
-    raw = memoryview(tensor.numpy().tobytes())
-    layout = layout_for([entry("w", shape), entry("other", (2,))], (), mesh, lambda _: raw)
+    raw = memoryview(bytearray(tensor.numpy().tobytes()))
+    layout = laid_out([entry("w", shape), entry("other", (2,))], (), mesh, lambda _: raw)
     for rank, (_, place) in enumerate(mesh.coordinates):
         piece, whole = layout.ranks[rank]
         expected = tensor.chunk(count, axis)[place] if shape[axis] else tensor
@@ -88,13 +93,13 @@ def test_plans_that_do_not_fit(plan, words):
         TiedEntry(name="twin", of="b", shape=(4, 4), stride=(4, 1), offset=0),
     ]
     with pytest.raises(UsageError, match=words):
-        layout_for(tensors, tied, Mesh.grid({"tp": 2}, plan), never)
+        laid_out(tensors, tied, Mesh.grid({"tp": 2}, plan), never)
 
 
 def test_a_tied_name_follows_its_base():
     tied = [TiedEntry(name="twin", of="b", shape=(4,), stride=(1,), offset=0)]
     mesh = Mesh.grid({"tp": 2}, {"b": "tp:0", "twin": "tp:0"})
-    layout = layout_for([entry("b", (4,))], tied, mesh, lambda _: memoryview(bytes(16)))
+    layout = laid_out([entry("b", (4,))], tied, mesh, lambda _: memoryview(bytearray(16)))
     assert [s.length for rank in layout.ranks for s in rank] == [2, 2]
 
 

@@ -90,7 +90,7 @@ def deploy(
             )  # fmt: skip
         else:
             from warmcast.flows.run import deploy as run
-            from warmcast.flows.steps.layouts import parse_mesh
+            from warmcast.flows.steps.meshes import parse_mesh
 
             record = run(
                 source,

@@ -28,7 +28,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from warmcast.flows.progress import Lines
 from warmcast.flows.run import MAX_SHARD_NBYTES, DeployResult, deploy
 from warmcast.flows.runner import THREADS, Ticker, raise_first
-from warmcast.flows.steps.layouts import parse_mesh
+from warmcast.flows.steps.meshes import parse_mesh
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import WarmcastError
 

@@ -27,7 +27,8 @@ from warmcast.flows.steps.convert import (
     record_conversion,
     recorded_conversion,
 )
-from warmcast.flows.steps.layouts import layout_for
+from warmcast.flows.steps.lay_out import LaidOut, Model, lay_out
+from warmcast.flows.steps.meshes import MeshRequest
 from warmcast.flows.steps.mirror import Mirrored, mirror_file
 from warmcast.flows.steps.order import load_order
 from warmcast.flows.steps.publish import Collected, Signing, publish
@@ -128,7 +129,7 @@ def deploy(
     ref: str,
     *,
     revision: str | None = None,
-    meshes: Sequence[Mesh] = (),
+    meshes: Sequence[Mesh | MeshRequest] = (),
     max_shard_nbytes: int = MAX_SHARD_NBYTES,
     work: Path | None = None,
     repair: bool = False,
@@ -168,7 +169,7 @@ def _attempt(
     origin_url: str,
     target: Ref,
     revision: str | None,
-    meshes: Sequence[Mesh],
+    meshes: Sequence[Mesh | MeshRequest],
     max_shard_nbytes: int,
     work: Path | None,
     repair: bool,
@@ -195,16 +196,17 @@ def _attempt(
             progress.note(f"note: {note}")
         mirrored = job.mirror(weights, others)
         files, tensors, tied = job.entries(weights, mirrored)
+        laid_out = job.laid_out(Model(config, files, tensors, tied, job.reader(files)), meshes)
         manifest = build_manifest(
             model=target.model,
             revision=upstream.revision if revision is None else revision,
             upstream=upstream.name,
             created_at=now(),
-            files=files,
+            files=(*files, *laid_out.files),
             tensors=tensors,
             tied=tied,
             config=config,
-            layouts=[layout_for(tensors, tied, mesh, job.reader(files)) for mesh in meshes],
+            layouts=laid_out.layouts,
         )
         published = job.runner.call(
             "publish", lambda: publish(origin, target, manifest, before, deadline, signing)
@@ -213,7 +215,7 @@ def _attempt(
         ref=str(target),
         manifest=published.manifest,
         changed=published.changed,
-        moved=tuple(item.file.path for item in mirrored if item.moved),
+        moved=(*(item.file.path for item in mirrored if item.moved), *laid_out.moved),
         left_out=left_out,
         seconds=time.monotonic() - began,
     )
@@ -307,6 +309,18 @@ class _Job:
             tensors += weights.recorded.tensors
         tied = tuple(sorted(weights.tied, key=lambda tie: load_order(tie.name)))
         return files, sorted(tensors, key=lambda t: load_order(t.name)), tied
+
+    def laid_out(self, model: Model, meshes: Sequence[Mesh | MeshRequest]) -> LaidOut:
+        """The layouts for meshes, and their rank files."""
+        if not meshes:
+            return LaidOut()
+        return self.runner.call(
+            "lay out",
+            lambda: lay_out(
+                self.origin, model, meshes, self.folder, self.deadline, self.ticker, self.progress,
+                repair=self.repair,
+            ),
+        )  # fmt: skip
 
     def reader(self, files: Sequence[FileEntry]) -> Callable[[TensorEntry], memoryview]:
         """Reads a tensor's bytes from the origin, which has all of them by now."""

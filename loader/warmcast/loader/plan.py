@@ -33,7 +33,7 @@ from warmcast.loader.errors import SkeletonMismatch
 from warmcast.loader.skeletons import filled_itself
 from warmcast.manifests.canonical import digest
 from warmcast.manifests.identity import Mesh
-from warmcast.manifests.manifest import Manifest, SliceEntry, TensorEntry, TiedEntry
+from warmcast.manifests.manifest import Copied, Manifest, SliceEntry, TensorEntry, TiedEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,9 @@ class Truth:
 class Placement:
     """One piece of memory to fill: a stored tensor, a rank's slice of one, or a changed tensor.
 
-    ``entry`` and ``slice`` tell where the bytes lie in the origin; a changed tensor, which lies
-    only in the memory of workers, has neither. ``containers`` are those that lie in this memory:
+    ``entry`` and ``slice`` tell where the bytes lie in the origin: in the rank's own shard, where
+    it has the tensor, what the rank holds is a tensor by itself. A changed tensor, which lies only
+    in the memory of workers, has neither. ``containers`` are those that lie in this memory:
     the tensor's own, and the views that are tied to it, each with its (shape, stride, offset) in
     elements.
     """
@@ -218,6 +219,7 @@ class _Matching:
         self.keep = tuple(keep)
         self.tied: Mapping[str, TiedEntry] = {entry.name: entry for entry in manifest.tied}
         self.slices = self._slices(mesh, rank)
+        self.shard, self.copies = self._copies(mesh, rank)
         self.problems: list[str] = []
         self.kept: list[Container] = []
 
@@ -265,6 +267,14 @@ class _Matching:
                 do="deploy with this mesh",
             )
         return None
+
+    def _copies(self, mesh: Mesh, rank: int) -> tuple[str, Mapping[str, Copied]]:
+        """The rank's own file, and where in it tensors are."""
+        layout = self.manifest.layout(mesh)
+        if layout is None or not layout.shards:
+            return "", {}
+        shard = layout.shards[rank]
+        return shard.file, {copy.name: copy for copy in shard.tensors}
 
     def _known(self, name: str) -> bool:
         if name in self.tied:
@@ -374,9 +384,15 @@ class _Matching:
             part.crc32c if part else entry.crc32c,
             part.sample if part else entry.sample,
         )
+        part = part if part is not None and part.axis is not None else None
+        copy = self.copies.get(entry.name)
+        if copy is not None:
+            held = part.shape_of(entry.shape) if part else entry.shape
+            place = {"file": self.shard, "begin": copy.begin, "end": copy.end, "shape": held}
+            entry, part = entry.model_copy(update=place), None
         return Placement(
             entry,
-            part if part is not None and part.axis is not None else None,
+            part,
             dtype,
             shape,
             stride,

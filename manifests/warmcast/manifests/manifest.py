@@ -27,8 +27,10 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    SerializerFunctionWrapHandler,
     StringConstraints,
     ValidationError,
+    model_serializer,
 )
 
 from warmcast.manifests.canonical import canonical_json, digest, parse_json
@@ -138,12 +140,41 @@ class MeshRecord(Record):
         return Mesh(self.dimensions, self.coordinates, self.plan)
 
 
+class Copied(Record):
+    """Where a shard holds what its rank has of a tensor, row-major; places in the file itself."""
+
+    name: Name
+    begin: Size
+    end: Size
+
+
+class Shard(Record):
+    """A file in which what a rank holds lies in one run; of some of its tensors, or all.
+
+    The file holds the copies without gaps to its end. Ranks that hold the same may share one.
+    """
+
+    file: Name
+    tensors: tuple[Copied, ...]
+
+
 class Layout(Record):
-    """One mesh: its key, and what each of its ranks holds, in load order."""
+    """One mesh: its key, what each of its ranks holds, in load order, and each rank's shard.
+
+    Where there are no ``shards``, the record does not have the field.
+    """
 
     mesh: MeshRecord
     mesh_key: Sha256
     ranks: tuple[tuple[SliceEntry, ...], ...]
+    shards: tuple[Shard, ...] = ()
+
+    @model_serializer(mode="wrap")
+    def _without_no_shards(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        record: dict[str, Any] = handler(self)
+        if not self.shards:
+            del record["shards"]
+        return record
 
 
 class Manifest(Record):

@@ -16,7 +16,16 @@ from warmcast.manifests.errors import InvalidManifest, UsageError
 from warmcast.manifests.identity import model_key
 
 if TYPE_CHECKING:
-    from warmcast.manifests.manifest import Layout, Manifest, SliceEntry, TensorEntry, TiedEntry
+    from collections.abc import Mapping
+
+    from warmcast.manifests.manifest import (
+        Layout,
+        Manifest,
+        Shard,
+        SliceEntry,
+        TensorEntry,
+        TiedEntry,
+    )
 
 
 def check_manifest(manifest: Manifest, where: str) -> None:
@@ -208,6 +217,57 @@ def _check_layout(manifest: Manifest, layout: Layout, field: str) -> None:
                 raise InvalidManifest(place, expected="each a stored tensor's name, once")
             seen.add(entry.name)
             _check_slice(entry, tensor, place)
+    if layout.shards and len(layout.shards) != mesh.size:
+        raise InvalidManifest(
+            f"{field}.shards",
+            expected=f"one for each of {mesh.size} ranks",
+            found=len(layout.shards),
+        )
+    for rank, shard in enumerate(layout.shards):
+        slices_of = {entry.name: entry for entry in layout.ranks[rank]}
+        _check_shard(manifest, shard, slices_of, f"{field}.shards.{rank}")
+
+
+def _check_shard(
+    manifest: Manifest, shard: Shard, slices: Mapping[str, SliceEntry], field: str
+) -> None:
+    """Each copy is as long as what the rank holds, and the copies fill the file to its end."""
+    file = manifest.file.get(shard.file)
+    if file is None:
+        raise InvalidManifest(
+            f"{field}.file", expected="a path among the files", found=repr(shard.file)
+        )
+    if not shard.tensors:
+        raise InvalidManifest(f"{field}.tensors", expected="what the file holds", found="nothing")
+    seen: set[str] = set()
+    position = shard.tensors[0].begin
+    for copy in shard.tensors:
+        place = f"{field}: {copy.name!r}"
+        entry = slices.get(copy.name)
+        if entry is None or copy.name in seen:
+            raise InvalidManifest(place, expected="each a tensor that the rank holds, once")
+        seen.add(copy.name)
+        tensor = manifest.tensor[copy.name]
+        numel = dtypes.numel(entry.shape_of(tensor.shape))
+        needed = None if numel is None else dtypes.nbytes(tensor.dtype, numel)
+        if copy.end - copy.begin != needed:
+            raise InvalidManifest(
+                place,
+                expected=f"{needed} bytes, as the rank holds of it",
+                found=copy.end - copy.begin,
+            )
+        if copy.begin != position:
+            kind = "a gap" if copy.begin > position else "an overlap"
+            raise InvalidManifest(
+                place, expected=f"to begin at byte {position}", found=f"{copy.begin}, {kind}"
+            )
+        position = copy.end
+    if position != file.size:
+        raise InvalidManifest(
+            f"{field}.tensors",
+            expected=f"to fill the {file.size} bytes of {file.path!r}",
+            found=f"an end at byte {position}",
+        )
 
 
 def _check_slice(entry: SliceEntry, tensor: TensorEntry, place: str) -> None:

@@ -13,12 +13,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+import torch
+
+from warmcast.flows.steps.shards import Piece
 from warmcast.manifests import dtypes
 from warmcast.manifests.checksum import crc32c, to_hex
 from warmcast.manifests.errors import UsageError
 from warmcast.manifests.identity import Mesh
 from warmcast.manifests.manifest import Layout, MeshRecord, SliceEntry, TensorEntry, TiedEntry
-from warmcast.manifests.sampling import element_nbytes, sample_indices, sampled_hash
+from warmcast.manifests.sampling import sampled_hash_of
+
+Put = Callable[[int, str, memoryview], None]
+"""Takes what a rank holds of a tensor: the rank, the tensor's name, row-major bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,57 +35,64 @@ class _Split:
     axis: int
 
 
-def layout_for(
-    tensors: Sequence[TensorEntry],
-    tied: Sequence[TiedEntry],
-    mesh: Mesh,
-    read: Callable[[TensorEntry], memoryview],
-) -> Layout:
-    """The layout of a mesh over stored tensors, in their order.
+def pieces_for(
+    tensors: Sequence[TensorEntry], tied: Sequence[TiedEntry], mesh: Mesh
+) -> list[list[Piece]]:
+    """What each rank of a mesh holds of stored tensors, in their order.
 
-    ``read`` gives a tensor's bytes; it is called once for each that is split. Memory: one tensor.
     Raises :class:`UsageError` for a plan that does not fit.
     """
     splits = _splits(tensors, tied, mesh)
-    ranks: list[list[SliceEntry]] = [[] for _ in mesh.coordinates]
-    for tensor in tensors:
-        split = splits.get(tensor.name)
-        if split is None:
-            whole = SliceEntry(name=tensor.name, crc32c=tensor.crc32c, sample=tensor.sample)
-            for rank in ranks:
-                rank.append(whole)
-            continue
-        data = read(tensor)
-        count = mesh.dimensions[split.dimension][1]
-        slices = [_slice(tensor, split.axis, place, count, data) for place in range(count)]
-        for rank, coordinate in zip(ranks, mesh.coordinates, strict=True):
-            rank.append(slices[coordinate[split.dimension]])
+    ranks: list[list[Piece]] = []
+    for coordinate in mesh.coordinates:
+        held = []
+        for tensor in tensors:
+            split = splits.get(tensor.name)
+            if split is None:
+                held.append(Piece(tensor))
+                continue
+            length = tensor.shape[split.axis] // mesh.dimensions[split.dimension][1]
+            start = coordinate[split.dimension] * length
+            held.append(Piece(tensor, split.axis, start, length))
+        ranks.append(held)
+    return ranks
+
+
+def layout_for(
+    mesh: Mesh,
+    ranks: Sequence[Sequence[Piece]],
+    read: Callable[[TensorEntry], memoryview],
+    put: Put | None = None,
+    *,
+    copied: Callable[[Piece], bool] = lambda _: False,
+) -> Layout:
+    """The layout of a mesh whose ranks hold these pieces, with the truth about each.
+
+    ``read`` gives a tensor's bytes; it is called once for each that is split, or of which a piece
+    is ``copied``: ``put`` is given those pieces. Memory: a tensor and a piece of it.
+    """
+    entries: list[list[SliceEntry]] = [[] for _ in ranks]
+    for pieces in zip(*ranks, strict=True):
+        holders: dict[Piece, list[int]] = {}
+        for rank, piece in enumerate(pieces):
+            holders.setdefault(piece, []).append(rank)
+        tensor = pieces[0].tensor
+        wanted = put is not None and any(map(copied, holders))
+        data = read(tensor) if wanted or pieces[0].axis is not None else memoryview(b"")
+        for piece, holding in holders.items():
+            held = _cut(piece, data)
+            entry = _entry(piece, held)
+            for rank in holding:
+                entries[rank].append(entry)
+                if put is not None and copied(piece):
+                    put(rank, tensor.name, held)
     return Layout(
         mesh=MeshRecord(
             dimensions=mesh.dimensions, coordinates=mesh.coordinates, plan=dict(mesh.plan)
         ),
         mesh_key=mesh.key,
-        ranks=tuple(map(tuple, ranks)),
+        ranks=tuple(map(tuple, entries)),
     )
-
-
-def parse_mesh(value: object, where: str) -> Mesh:
-    """The mesh of ``{"dimensions": {"tp": 2}, "plan": {"*.weight": "tp:0"}}``."""
-    expected = '{"dimensions": {name: size}, "plan": {pattern: "dimension:axis"}}'
-    if not isinstance(value, dict) or not {"dimensions"} <= set(value) <= {"dimensions", "plan"}:
-        raise UsageError(where, expected=expected, found=repr(value)[:80])
-    dimensions, plan = value["dimensions"], value.get("plan", {})
-    sizes_fit = isinstance(dimensions, dict) and all(
-        isinstance(size, int) and not isinstance(size, bool) for size in dimensions.values()
-    )
-    if not sizes_fit or not isinstance(plan, dict):
-        raise UsageError(where, expected=expected, found=repr(value)[:80])
-    if math.prod(max(1, size) for size in dimensions.values()) > _MAX_RANKS:
-        raise UsageError(where, expected=f"{_MAX_RANKS} ranks at most", found=dimensions)
-    return Mesh.grid(dimensions, plan)
-
-
-_MAX_RANKS = 1 << 16
 
 
 def _splits(
@@ -161,28 +174,29 @@ def _check_fit(tensor: TensorEntry, split: _Split, mesh: Mesh) -> None:
         raise UsageError(where, expected="whole bytes an element to split", found=tensor.dtype)
 
 
-def _slice(tensor: TensorEntry, axis: int, place: int, count: int, data: memoryview) -> SliceEntry:
-    """One slice, and its truth, from the tensor's row-major bytes."""
-    width = element_nbytes(tensor.dtype)
-    length = tensor.shape[axis] // count
-    outer = math.prod(tensor.shape[:axis])
-    inner = math.prod(tensor.shape[axis + 1 :])
-    row = tensor.shape[axis] * inner  # elements of the tensor from one run to the next
-    run = length * inner  # elements of the slice that lie together
-    start = place * run
-    checksum = 0
-    for index in range(outer):
-        begin = (index * row + start) * width
-        checksum = crc32c(data[begin : begin + run * width], checksum)
-    samples = bytearray()
-    for index in sample_indices(tensor.name, outer * run):
-        position = (index // run * row + start + index % run) * width
-        samples += data[position : position + width]
+def _cut(piece: Piece, data: memoryview) -> memoryview:
+    """A piece's row-major bytes, from those of its tensor."""
+    shape, axis = piece.tensor.shape, piece.axis
+    if axis is None or not data:
+        return data
+    rows = math.prod(shape[:axis])
+    inner = len(data) // rows // shape[axis]  # bytes of one step along the axis
+    begin, end = piece.start * inner, (piece.start + piece.length) * inner
+    if rows == 1:
+        return data[begin:end]
+    table = torch.frombuffer(data, dtype=torch.uint8).view(rows, shape[axis] * inner)
+    return memoryview(table[:, begin:end].contiguous().numpy()).cast("B")
+
+
+def _entry(piece: Piece, data: memoryview) -> SliceEntry:
+    tensor = piece.tensor
+    if piece.axis is None:
+        return SliceEntry(name=tensor.name, crc32c=tensor.crc32c, sample=tensor.sample)
     return SliceEntry(
         name=tensor.name,
-        axis=axis,
-        start=place * length,
-        length=length,
-        crc32c=to_hex(checksum),
-        sample=sampled_hash(tensor.name, tensor.dtype, outer * run, bytes(samples)),
+        axis=piece.axis,
+        start=piece.start,
+        length=piece.length,
+        crc32c=to_hex(crc32c(data)),
+        sample=sampled_hash_of(tensor.name, tensor.dtype, data),
     )
