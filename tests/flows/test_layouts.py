@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from warmcast.flows.run import deploy
-from warmcast.flows.steps.layouts import layout_for, pieces_for
+from warmcast.flows.steps.layouts import layout_for
 from warmcast.flows.steps.meshes import parse_mesh
+from warmcast.flows.steps.transformers_plan import transformers_plan
 from warmcast.manifests import Mesh
 from warmcast.manifests.checksum import crc32c, to_hex
 from warmcast.manifests.errors import UsageError
@@ -28,10 +29,6 @@ def entry(name, shape, dtype="F32", nbytes=None):
     )  # fmt: skip
 
 
-def laid_out(tensors, tied, mesh, read):
-    return layout_for(mesh, pieces_for(tensors, tied, mesh), read)
-
-
 def never(_):
     raise AssertionError("read")
 
@@ -45,8 +42,8 @@ def test_slices(data):
     shape = (*shape[:axis], shape[axis] * count, *shape[axis + 1 :])
     tensor = torch.randn(shape)
     mesh = Mesh.grid({"dp": 2, "tp": count}, {"w*": f"tp:{axis}"})
-    raw = memoryview(bytearray(tensor.numpy().tobytes()))
-    layout = laid_out([entry("w", shape), entry("other", (2,))], (), mesh, lambda _: raw)
+    raw = memoryview(tensor.numpy().tobytes())
+    layout = layout_for([entry("w", shape), entry("other", (2,))], (), mesh, lambda _: raw)
     for rank, (_, place) in enumerate(mesh.coordinates):
         piece, whole = layout.ranks[rank]
         expected = tensor.chunk(count, axis)[place] if shape[axis] else tensor
@@ -93,13 +90,13 @@ def test_plans_that_do_not_fit(plan, words):
         TiedEntry(name="twin", of="b", shape=(4, 4), stride=(4, 1), offset=0),
     ]
     with pytest.raises(UsageError, match=words):
-        laid_out(tensors, tied, Mesh.grid({"tp": 2}, plan), never)
+        layout_for(tensors, tied, Mesh.grid({"tp": 2}, plan), never)
 
 
 def test_a_tied_name_follows_its_base():
     tied = [TiedEntry(name="twin", of="b", shape=(4,), stride=(1,), offset=0)]
     mesh = Mesh.grid({"tp": 2}, {"b": "tp:0", "twin": "tp:0"})
-    layout = laid_out([entry("b", (4,))], tied, mesh, lambda _: memoryview(bytearray(16)))
+    layout = layout_for([entry("b", (4,))], tied, mesh, lambda _: memoryview(bytes(16)))
     assert [s.length for rank in layout.ranks for s in rank] == [2, 2]
 
 
@@ -114,9 +111,96 @@ def test_a_tied_name_follows_its_base():
         {"dimensions": {"tp": 0}},
         {"dimensions": {"tp": 2}, "plan": []},
         {"dimensions": {"tp": 2}, "more": 1},
+        {"dimensions": {"tp": 2}, "plan": "another"},
+        {"dimensions": {"tp": 2}, "presharded": 1},
         {"dimensions": {"tp": 1 << 40}},
     ],
 )
 def test_values_that_are_no_mesh(value):
     with pytest.raises(UsageError):
         parse_mesh(value, "mesh")
+
+
+LLAMA = {
+    "layers.*.self_attn.q_proj": "colwise",
+    "layers.*.self_attn.o_proj": "rowwise",
+    "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
+    "layers.*.other": "colwise",
+    "embed_tokens": "embedding_rowwise",
+    "layers.*.experts.down_proj": "rowwise",
+    "layers.*.experts.up_proj": "colwise",
+}
+SHAPES = {
+    "model.embed_tokens.weight": (8, 4),
+    "model.layers.0.self_attn.q_proj.weight": (8, 4),
+    "model.layers.0.self_attn.q_proj.bias": (8,),
+    "model.layers.10.self_attn.q_proj.weight": (8, 4),
+    "model.layers.0.self_attn.o_proj.weight": (4, 8),
+    "model.layers.0.self_attn.o_proj.bias": (4,),
+    "model.layers.0.self_attn.q_norm.weight": (4,),
+    "model.layers.0.experts.down_proj": (2, 4, 8),
+    "model.layers.0.experts.up_proj": (2, 8, 4),
+    "lm_head.weight": (8, 4),
+}
+
+
+def test_plan_in_a_config():
+    for config in (
+        {"base_model_tp_plan": LLAMA},
+        {"model_type": "seen_nowhere", "text_config": {"base_model_tp_plan": LLAMA}},
+    ):
+        assert transformers_plan(config, SHAPES) == {
+            "model.layers.*.self_attn.q_proj.weight": "tp:0",
+            "model.layers.*.self_attn.q_proj.bias": "tp:0",
+            "model.layers.*.self_attn.o_proj.weight": "tp:1",
+            "model.embed_tokens.weight": "tp:0",
+            "model.layers.*.experts.down_proj": "tp:2",
+            "model.layers.*.experts.up_proj": "tp:1",
+        }
+
+
+def test_plan_of_a_class_fits_its_model(source, file_url):
+    """What transformers' own class says of a Llama, laid out over the tensors of one."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=32,
+    )  # fmt: skip
+    state = LlamaForCausalLM(config).state_dict()
+    save_file({n: t.contiguous() for n, t in state.items()}, source / "model.safetensors")
+    (source / "config.json").write_text(config.to_json_string())
+    request = parse_mesh({"dimensions": {"tp": 2}, "plan": "transformers"}, "mesh")
+    (layout,) = deploy(source, file_url, "m@a", meshes=[request]).manifest.layouts
+    axes = {entry.name.split(".", 3)[-1]: entry.axis for entry in layout.ranks[1]}
+    assert axes["self_attn.q_proj.weight"] == axes["mlp.up_proj.weight"] == 0
+    assert axes["self_attn.o_proj.weight"] == axes["mlp.down_proj.weight"] == 1
+    assert axes["input_layernorm.weight"] is None
+
+
+@pytest.mark.parametrize(
+    ("config", "shapes", "words"),
+    [
+        ({}, SHAPES, "none for None"),
+        ({"model_type": "bert"}, SHAPES, "none for 'bert'"),
+        ({"model_type": "seen_nowhere"}, SHAPES, "none for 'seen_nowhere'"),
+        ({"base_model_tp_plan": [1]}, SHAPES, "expected styles by module"),
+        ({"base_model_tp_plan": {"a": 1}}, SHAPES, "expected styles by module"),
+        ({"base_model_tp_plan": {"gate_up": "packed_colwise"}}, SHAPES, "found 'packed_colwise'"),
+        ({"base_model_tp_plan": {"x.*.y": "colwise"}}, SHAPES, "modules of the plan among"),
+        ({"base_model_tp_plan": {"layers.*.q": "colwise"}},
+         {"text.layers.0.q.weight": (2, 2), "vision.layers.0.q.weight": (2, 2)}, "one stack"),
+        ({"base_model_tp_plan": {"layers.*.q": "colwise"}},
+         {"layers.0.q.weight": (2, 2), "layers.1.q.weight": (2, 2, 2)}, "as many dimensions"),
+        ({"base_model_tp_plan": {"layers.*.q": "colwise"}},
+         {"layers.0.q.weight_scale": (2, 2)}, "found 'weight_scale'"),
+    ],
+)  # fmt: skip
+def test_plans_of_configs_that_are_refused(config, shapes, words):
+    with pytest.raises(UsageError, match=words):
+        transformers_plan(config, shapes)
+
+
+def test_a_plan_of_transformers_needs_its_dimension():
+    with pytest.raises(UsageError, match="a dimension 'tp'"):
+        parse_mesh({"dimensions": {"pp": 2}, "plan": "transformers"}, "mesh").mesh({}, {})

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from warmcast.flows.progress import Progress
-from warmcast.flows.steps.layouts import layout_for, pieces_for
+from warmcast.flows.steps.layouts import layout_of, pieces_for
 from warmcast.flows.steps.meshes import MeshRequest
 from warmcast.flows.steps.mirror import Mirrored, has_blob, mirror_file
 from warmcast.flows.steps.shards import Piece, RankFiles, is_copied, rank_files
@@ -82,10 +82,7 @@ def lay_out(
     """
     found = []
     for wanted in meshes:
-        mesh, presharded = wanted, False
-        if isinstance(mesh, MeshRequest):
-            shapes = {entry.name: entry.shape for entry in (*model.tensors, *model.tied)}
-            mesh, presharded = mesh.mesh(model.config, shapes), mesh.presharded
+        mesh, presharded = _asked(model, wanted)
         key = _key(model, mesh, presharded=presharded)
         known = _recorded(origin, key, deadline, reread=tick if repair else None)
         if known is not None:
@@ -100,6 +97,15 @@ def lay_out(
         tuple(file for each in found for file in each.files),
         tuple(path for each in found for path in each.moved),
     )
+
+
+def _asked(model: Model, wanted: Mesh | MeshRequest) -> tuple[Mesh, bool]:
+    """The mesh, and whether rank files are asked for."""
+    if isinstance(wanted, Mesh):
+        return wanted, False
+    shapes = {tensor.name: tensor.shape for tensor in model.tensors}
+    shapes |= {tie.name: tie.shape for tie in model.tied}
+    return wanted.mesh(model.config, shapes), wanted.presharded
 
 
 def _make(
@@ -125,12 +131,12 @@ def _make(
     nbytes = sum(piece.tensor.nbytes for piece in ranks[0] if wanted(piece))
     if folder is None:
         with progress.stage(f"lay out for {mesh.size} ranks", nbytes):
-            return LaidOut((layout_for(mesh, ranks, read),))
+            return LaidOut((layout_of(mesh, ranks, read),))
     planned = rank_files(mesh, ranks)
     files = RankFiles(planned, folder)
     total = nbytes + 2 * sum(file.size for file in planned)
     with progress.stage(f"lay out for {mesh.size} ranks", total):
-        layout = layout_for(mesh, ranks, read, files.put, copied=is_copied)
+        layout = layout_of(mesh, ranks, read, files.put, copied=is_copied)
         mirrored = []
         for file in files.local():
             header = read_header(file.location)

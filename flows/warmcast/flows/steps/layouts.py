@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-import torch
-
 from warmcast.flows.steps.shards import Piece
 from warmcast.manifests import dtypes
 from warmcast.manifests.checksum import crc32c, to_hex
@@ -59,6 +57,19 @@ def pieces_for(
 
 
 def layout_for(
+    tensors: Sequence[TensorEntry],
+    tied: Sequence[TiedEntry],
+    mesh: Mesh,
+    read: Callable[[TensorEntry], memoryview],
+) -> Layout:
+    """The layout of a mesh over stored tensors; ``read`` gives the bytes of one that is split.
+
+    Raises :class:`UsageError` for a plan that does not fit.
+    """
+    return layout_of(mesh, pieces_for(tensors, tied, mesh), read)
+
+
+def layout_of(
     mesh: Mesh,
     ranks: Sequence[Sequence[Piece]],
     read: Callable[[TensorEntry], memoryview],
@@ -184,8 +195,8 @@ def _cut(piece: Piece, data: memoryview) -> memoryview:
     begin, end = piece.start * inner, (piece.start + piece.length) * inner
     if rows == 1:
         return data[begin:end]
-    table = torch.frombuffer(data, dtype=torch.uint8).view(rows, shape[axis] * inner)
-    return memoryview(table[:, begin:end].contiguous().numpy()).cast("B")
+    row = shape[axis] * inner
+    return memoryview(b"".join(data[at + begin : at + end] for at in range(0, len(data), row)))
 
 
 def _entry(piece: Piece, data: memoryview) -> SliceEntry:
