@@ -7,6 +7,9 @@ WarmcastError
     │   ├── AmbiguousWeights      several checkpoints, and nothing that says which
     │   ├── InvalidIndex          an index that contradicts its shards, or names unsafe paths
     │   ├── MissingShard          an index, or a shard's number, names a file that is not there
+    │   ├── SourceNotFound        no such repository, revision, bucket or folder
+    │   ├── SourceRefused         credentials that are missing, wrong or not enough
+    │   ├── SourceUnreachable     no answer in time, or a connection that broke
     │   ├── SourceChanged         a file changed while it was read
     │   ├── InvalidCheckpoint     a pickle that is cut off, corrupt or of a shape we refuse
     │   └── UnsafePickle          a pickle that names a forbidden global; it was not run
@@ -42,6 +45,18 @@ class InvalidIndex(SourceError):
 
 class MissingShard(SourceError):
     """An index, or a shard's number, names a file that is not there."""
+
+
+class SourceNotFound(SourceError):
+    """No such repository, revision, bucket or folder."""
+
+
+class SourceRefused(SourceError):
+    """The upstream wants credentials, or others than it was given."""
+
+
+class SourceUnreachable(SourceError):
+    """The upstream gave no answer in time, was too busy, or its connection broke."""
 
 
 class SourceChanged(SourceError):

@@ -6,10 +6,10 @@ It lists them, and reads ranges of them.
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
-from urllib.parse import urlsplit
 
 from warmcast.flows.errors import SourceError
 from warmcast.flows.local import LocalFile
@@ -63,17 +63,43 @@ class Upstream(Protocol):
         """Give back connections and processes."""
 
 
-def open_upstream(source: str | Path) -> Upstream:
-    """Open the upstream that a command line names: for now, a folder.
+_EXTRAS = {"file": "flows", "gs": "flows,gcs", "hf": "flows", "s3": "flows,s3"}
+_UPSTREAMS = {
+    "file": "warmcast.flows.upstreams.folder:open_folder",
+    "hf": "warmcast.flows.upstreams.hf:HfUpstream",
+}
 
-    Raises :class:`UsageError` if there is none such.
+
+def open_upstream(source: str | Path, deadline: Deadline | None = None) -> Upstream:
+    """Open the upstream that a command line names: a folder, or one of these URLs.
+
+    ``file:///folder``, ``hf://org/repo@revision``, ``s3://bucket/prefix``, ``gs://bucket/prefix``,
+    ``https://host/folder/``; the options of each are told in its module. A client
+    library is imported here, when its scheme is first used.
+
+    Raises :class:`UsageError` if there is none such, :class:`SourceError` and its kinds, and
+    ``DeadlineExceeded``.
     """
-    from warmcast.flows.upstreams.folder import FolderUpstream
-
-    scheme = urlsplit(source).scheme if isinstance(source, str) and "://" in source else ""
-    if scheme not in ("", "file"):
-        raise UsageError("source", expected="a folder", found=f"{source!s}")
-    return FolderUpstream(Path(urlsplit(str(source)).path if scheme else source))
+    scheme = source.partition("://")[0] if isinstance(source, str) and "://" in source else "file"
+    target = _UPSTREAMS.get(scheme.lower())
+    if target is None:
+        raise UsageError(
+            "source",
+            expected=f"a folder, or a URL of {', '.join(f'{s}://' for s in _UPSTREAMS)}",
+            found=f"{scheme}://",
+        )
+    module, _, name = target.partition(":")
+    try:
+        open_ = getattr(importlib.import_module(module), name)
+        upstream: Upstream = open_(source, deadline or Deadline.never())
+    except ModuleNotFoundError as cause:
+        raise UsageError(
+            f"source {scheme}://",
+            expected=f"the package {cause.name!r}",
+            found="it is not installed",
+            do=f"pip install 'warmcast[{_EXTRAS[scheme]}]'",
+        ) from cause
+    return upstream
 
 
 def read_small(upstream: Upstream, file: UpstreamFile, limit: int, deadline: Deadline) -> bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from warmcast.flows.errors import MissingShard, SourceError
 from warmcast.flows.local import LocalFile, LocalReader
@@ -18,6 +19,13 @@ from warmcast.manifests.errors import UsageError
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CACHE_PREFIX = "models--"
+
+
+def open_folder(source: str | Path, deadline: Deadline) -> FolderUpstream:  # noqa: ARG001
+    """Open a folder by its path, or by ``file:///path``."""
+    if isinstance(source, str) and source.lower().startswith("file://"):
+        return FolderUpstream(Path(unquote(urlsplit(source).path)))
+    return FolderUpstream(Path(source))
 
 
 class FolderUpstream:
