@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from warmcast.flows.convert import pickle
+from warmcast.flows.convert import process
+from warmcast.flows.convert.options import ConvertOptions
 from warmcast.flows.run import deploy
 from warmcast.flows.steps.convert import ConversionRecord
 from warmcast.manifests import Origin, Ref
@@ -56,7 +57,7 @@ def test_pickles_a_second_time_are_not_converted(pickles, store_url, work, deadl
     def convert(*_, **__):
         raise AssertionError("converted again")
 
-    monkeypatch.setattr(pickle, "convert_pickle", convert)
+    monkeypatch.setattr(process, "convert", convert)
     second = deploy(pickles, store_url, "m@a", work=work, deadline=deadline)
     assert (second.changed, second.moved) == (False, ())
     assert second.manifest == first.manifest
@@ -67,7 +68,9 @@ def test_pickles_a_second_time_are_not_converted(pickles, store_url, work, deadl
 
 def test_conversion_depends_on_its_options(pickles, file_url, work):
     deploy(pickles, file_url, "m@a", work=work)
-    result = deploy(pickles, file_url, "m@a", work=work, max_shard_nbytes=16)
+    result = deploy(
+        pickles, file_url, "m@a", work=work, convert=ConvertOptions(max_shard_nbytes=16)
+    )
     assert len([f for f in result.manifest.files if f.path.endswith(".safetensors")]) == 2
     assert result.changed
 
@@ -148,12 +151,9 @@ def test_record_is_json(safetensors, file_url):
     assert record["moved_files"] == 3
 
 
-@pytest.mark.parametrize("options", [{"max_shard_nbytes": 0}, {"work": "nowhere"}])
-def test_wrong_options(safetensors, file_url, tmp_path, options):
-    if "work" in options:
-        options = {"work": tmp_path / "nowhere"}
+def test_a_work_folder_that_is_not_there(safetensors, file_url, tmp_path):
     with pytest.raises(UsageError):
-        deploy(safetensors, file_url, "m@a", **options)
+        deploy(safetensors, file_url, "m@a", work=tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("ref", ["", "m", "m@", "@a", "m@a@b", "../m@a", "m@a/b"])

@@ -11,13 +11,18 @@ import subprocess
 import sys
 import zipfile
 import zlib
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 
-from warmcast.flows.convert.pickle import convert_pickle
-from warmcast.flows.convert.pickle_child import ALLOWANCE, Job, load_checkpoint
+from warmcast.flows.convert import process
+from warmcast.flows.convert.archive import Checksums
+from warmcast.flows.convert.child import ALLOWANCE
+from warmcast.flows.convert.options import ConvertOptions
+from warmcast.flows.convert.pickle import open_pickles
+from warmcast.flows.convert.tensors import Files
 from warmcast.flows.errors import ConversionFailed, InvalidCheckpoint, UnsafePickle
 from warmcast.flows.local import LocalFile
 from warmcast.flows.run import deploy
@@ -39,11 +44,11 @@ def convert(path: Path, tmp_path: Path, deadline: Deadline | None = None):
     out = tmp_path / "out"
     out.mkdir()
     try:
-        return convert_pickle(
-            LocalFile.of("sub/model.bin", path),
+        return process.convert(
+            "pickle",
+            [LocalFile.of("sub/model.bin", path)],
             out,
-            max_shard_nbytes=1 << 30,
-            first_hidden=0,
+            ConvertOptions(),
             deadline=deadline or Deadline.after(60),
             tick=lambda _: None,
         )
@@ -52,8 +57,12 @@ def convert(path: Path, tmp_path: Path, deadline: Deadline | None = None):
 
 
 def load(path: Path):
-    """What the child does first, in this process."""
-    return load_checkpoint(Job(str(path), "sub/model.bin", "", 0, 0, 0))
+    """What the child does, short of writing, in this process."""
+    source = process.source_of(LocalFile.of("sub/model.bin", path))
+    with Files([source]) as files, Checksums() as checksums:
+        opened = open_pickles(files, [0], checksums)
+        checksums.result()
+    return {tensor.name for tensor in opened.tensors}
 
 
 @pytest.fixture
@@ -182,14 +191,18 @@ def test_deadline_ends_the_child(tmp_path):
 def test_the_child_ends_with_its_parent(tmp_path):
     """The child waits on a pipe that nobody writes to; its parent is killed; it must go too."""
     os.mkfifo(tmp_path / "fifo")
+    fifo = (tmp_path / "fifo").stat()
     job = {
-        "source": str(tmp_path / "fifo"), "path": "x", "out": str(tmp_path),
-        "max_shard_nbytes": 1, "first_hidden": 0,
+        "format": "pickle", "out": str(tmp_path), "options": {},
+        "sources": [
+            {"path": "x", "location": str(tmp_path / "fifo"), "size": 100,
+             "mtime_ns": fifo.st_mtime_ns, "inode": fifo.st_ino}
+        ],
     }  # fmt: skip
     script = f"""
 import json, os, subprocess, sys
 child = subprocess.Popen(
-    [sys.executable, "-P", "-m", "warmcast.flows.convert.pickle_child"], stdin=subprocess.PIPE
+    [sys.executable, "-P", "-m", "warmcast.flows.convert.child"], stdin=subprocess.PIPE
 )
 child.stdin.write(json.dumps({job!r} | {{"parent": os.getpid()}}).encode())
 child.stdin.close()
@@ -224,12 +237,13 @@ def test_child_speaks_json(tmp_path):
     """What the child prints to standard output is its report, whatever libraries print."""
     torch.save({"w": torch.ones(2)}, tmp_path / "model.bin")
     (tmp_path / "out").mkdir()
+    source = process.source_of(LocalFile.of("x", tmp_path / "model.bin"))
     job = {
-        "source": str(tmp_path / "model.bin"), "path": "x", "out": str(tmp_path / "out"),
-        "max_shard_nbytes": 1 << 20, "first_hidden": 0, "parent": os.getpid(),
+        "format": "pickle", "sources": [asdict(source)], "options": {},
+        "out": str(tmp_path / "out"), "parent": os.getpid(),
     }  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "warmcast.flows.convert.pickle_child"],
+        [sys.executable, "-P", "-m", "warmcast.flows.convert.child"],
         input=json.dumps(job).encode(), capture_output=True, check=True,
     )  # fmt: skip
     lines = [json.loads(line) for line in done.stdout.splitlines()]

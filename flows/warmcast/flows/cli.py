@@ -89,6 +89,7 @@ def deploy(
                 deadline_s=deadline,
             )  # fmt: skip
         else:
+            from warmcast.flows.convert.options import ConvertOptions
             from warmcast.flows.run import deploy as run
             from warmcast.flows.steps.meshes import parse_mesh
 
@@ -100,7 +101,7 @@ def deploy(
                 meshes=[
                     parse_mesh(m, f"mesh {p}") for m, p in zip(meshes, mesh or (), strict=True)
                 ],
-                max_shard_nbytes=shard_nbytes,
+                convert=ConvertOptions(max_shard_nbytes=shard_nbytes),
                 work=work,
                 repair=repair,
                 signing=signing,

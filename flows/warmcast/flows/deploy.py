@@ -25,8 +25,9 @@ from prefect.artifacts import create_table_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.task_runners import ThreadPoolTaskRunner
 
+from warmcast.flows.convert.options import MAX_SHARD_NBYTES, ConvertOptions
 from warmcast.flows.progress import Lines
-from warmcast.flows.run import MAX_SHARD_NBYTES, DeployResult, deploy
+from warmcast.flows.run import DeployResult, deploy
 from warmcast.flows.runner import THREADS, Ticker, raise_first
 from warmcast.flows.steps.meshes import parse_mesh
 from warmcast.manifests.deadline import Deadline
@@ -114,7 +115,7 @@ def deploy_flow(
         ref,
         revision=revision,
         meshes=[parse_mesh(mesh, f"meshes.{i}") for i, mesh in enumerate(meshes or ())],
-        max_shard_nbytes=max_shard_nbytes,
+        convert=ConvertOptions(max_shard_nbytes=max_shard_nbytes),
         work=Path(work) if work else None,
         repair=repair,
         deadline=Deadline.never() if deadline_s is None else Deadline.after(deadline_s),

@@ -16,14 +16,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from warmcast.flows.convert.options import ConvertOptions
 from warmcast.flows.errors import SourceError
 from warmcast.flows.local import LocalFile
 from warmcast.flows.progress import Progress, Silent, nbytes_text
 from warmcast.flows.runner import InProcess, Runner, Ticker
 from warmcast.flows.steps.convert import (
     ConversionRecord,
+    Request,
     conversion_key,
-    convert_pickles,
+    convert_weights,
+    needs_conversion,
     record_conversion,
     recorded_conversion,
 )
@@ -38,7 +41,7 @@ from warmcast.flows.upstreams import Upstream, UpstreamFile, open_upstream, read
 from warmcast.flows.workfolder import WorkFolder
 from warmcast.manifests.checksum import crc32c, to_hex
 from warmcast.manifests.deadline import Deadline
-from warmcast.manifests.errors import IntegrityError, InvalidData, UsageError
+from warmcast.manifests.errors import IntegrityError, InvalidData
 from warmcast.manifests.header import Header
 from warmcast.manifests.identity import Mesh
 from warmcast.manifests.manifest import (
@@ -50,10 +53,8 @@ from warmcast.manifests.manifest import (
 )
 from warmcast.manifests.origin import Origin, Ref, now
 
-MAX_SHARD_NBYTES = 5_000_000_000
-"""Bytes of tensors in a converted file, at most; the Hub's own default."""
-
 _NEVER = Deadline.never()
+_AS_IT_IS = ConvertOptions()
 _CONFIG = "config.json"
 _CONFIG_LIMIT = 1 << 24
 _READ = 1 << 24
@@ -119,6 +120,7 @@ class _Weights:
     headers: Mapping[str, Header] = field(default_factory=dict)
     tied: tuple[TiedEntry, ...] = ()
     notes: tuple[str, ...] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
     key: str | None = None
     recorded: ConversionRecord | None = None
 
@@ -130,7 +132,7 @@ def deploy(
     *,
     revision: str | None = None,
     meshes: Sequence[Mesh | MeshRequest] = (),
-    max_shard_nbytes: int = MAX_SHARD_NBYTES,
+    convert: ConvertOptions = _AS_IT_IS,
     work: Path | None = None,
     repair: bool = False,
     signing: Signing | None = None,
@@ -141,20 +143,18 @@ def deploy(
     """Deploy ``source`` (a folder) into the origin at ``origin_url``, and point ``ref`` at it.
 
     ``signing`` signs the manifest. ``revision`` overrides what the source says of itself. For each
-    of ``meshes`` the manifest gets a layout. Pickles are converted in a folder below ``work`` into
-    files of at most ``max_shard_nbytes`` bytes of tensors. ``repair`` re-reads what the origin has
-    already and replaces what is wrong.
+    of ``meshes`` the manifest gets a layout. What is no safetensors is converted in a folder below
+    ``work``, as ``convert`` says. ``repair`` re-reads what the origin has already and replaces
+    what is wrong.
 
     Raises :class:`UsageError`, :class:`DeployError` and its kinds, :class:`StoreError` and its
     kinds (``PreconditionFailed`` if another deploy moved the ref), ``DeadlineExceeded``. When it
     raises, the ref stands where it stood, and nothing is left in the work folder.
     """
     target = Ref.parse(ref)
-    if max_shard_nbytes < 1:
-        raise UsageError("max shard size", expected="1 byte or more", found=max_shard_nbytes)
     progress = progress or Silent()
     attempt = partial(
-        _attempt, source, origin_url, target, revision, meshes, max_shard_nbytes, work, repair,
+        _attempt, source, origin_url, target, revision, meshes, convert, work, repair,
         signing, deadline, progress, runner, time.monotonic(),
     )  # fmt: skip
     try:
@@ -170,7 +170,7 @@ def _attempt(
     target: Ref,
     revision: str | None,
     meshes: Sequence[Mesh | MeshRequest],
-    max_shard_nbytes: int,
+    convert: ConvertOptions,
     work: Path | None,
     repair: bool,
     signing: Signing | None,
@@ -179,18 +179,19 @@ def _attempt(
     runner: Callable[[Ticker], Runner],
     began: float,
 ) -> DeployResult:
-    upstream = open_upstream(source)
+    upstream = open_upstream(source, deadline)
     ticker = Ticker(deadline, progress.advance)
     with Origin.open(origin_url) as origin, WorkFolder(work) as folder:
         job = _Job(
-            origin, upstream, folder, max_shard_nbytes, repair, deadline, progress, ticker,
+            origin, upstream, folder, convert, repair, deadline, progress, ticker,
             runner(ticker),
         )  # fmt: skip
         before = origin.ref(target, deadline)
         plan = job.runner.call("resolve", lambda: resolve(upstream, deadline))
         config = _config(upstream, plan.others, deadline)
         others = tuple(_here(upstream, file, deadline) for file in plan.others)
-        weights = job.weights(plan)
+        weights = job.weights(plan, config)
+        config = config or dict(weights.config)
         left_out = (*plan.left_out, *weights.notes)
         for note in left_out:
             progress.note(f"note: {note}")
@@ -228,47 +229,46 @@ class _Job:
     origin: Origin
     upstream: Upstream
     folder: WorkFolder
-    max_shard_nbytes: int
+    convert: ConvertOptions
     repair: bool
     deadline: Deadline
     progress: Progress
     ticker: Ticker
     runner: Runner
 
-    def weights(self, plan: Plan) -> _Weights:
-        """Bring the weights, and convert them if they are pickles that are not known yet."""
+    def weights(self, plan: Plan, config: Mapping[str, Any]) -> _Weights:
+        """Bring the weights, and convert them if need be and they are not known yet."""
         brought = tuple(_here(self.upstream, file, self.deadline) for file in plan.weights)
-        if plan.format == "safetensors":
+        if not needs_conversion(plan.format, self.convert):
             headers = read_headers(brought)
             notes: list[str] = []
             if plan.index is not None:
                 holder = {t.name: path for path, h in headers.items() for t in h.tensors}
                 notes = check_index(plan.index, holder)
             return _Weights(brought, headers, metadata_ties(headers), tuple(notes))
-        return self.runner.call("convert", lambda: self._converted(plan, brought))
+        request = Request(plan.format, brought, self.convert, plan.index, config)
+        return self.runner.call("convert", lambda: self._converted(request))
 
-    def _converted(self, plan: Plan, pickles: tuple[LocalFile, ...]) -> _Weights:
-        size = sum(file.size for file in pickles)
-        with self.progress.stage("read pickles", size):
-            key = conversion_key(pickles, self.max_shard_nbytes, self.ticker)
+    def _converted(self, request: Request) -> _Weights:
+        with self.progress.stage("read what is converted", request.nbytes):
+            key = conversion_key(request, self.ticker)
         recorded = recorded_conversion(
             self.origin, key, self.deadline, reread=self.ticker if self.repair else None
         )
         if recorded is not None:
-            return _Weights(tied=recorded.tied, notes=recorded.left_out, recorded=recorded)
-        with self.progress.stage("convert pickles", size):
-            converted = convert_pickles(
-                pickles,
-                plan.index,
-                self.folder,
-                max_shard_nbytes=self.max_shard_nbytes,
-                deadline=self.deadline,
-                tick=self.ticker,
+            return _Weights(
+                tied=recorded.tied, notes=recorded.left_out, config=recorded.config,
+                recorded=recorded,
+            )  # fmt: skip
+        with self.progress.stage("convert", request.nbytes):
+            converted = convert_weights(
+                request, self.folder, deadline=self.deadline, tick=self.ticker
             )
         weights = tuple(f for f in converted.files if f.path.endswith(".safetensors"))
         return _Weights(
-            converted.files, read_headers(weights), converted.tied, converted.left_out, key
-        )
+            converted.files, read_headers(weights), converted.tied, converted.left_out,
+            converted.config, key,
+        )  # fmt: skip
 
     def mirror(self, weights: _Weights, others: Sequence[LocalFile]) -> list[Mirrored]:
         """Measure and mirror every file, and remember a conversion once all of it is there."""
@@ -294,6 +294,7 @@ class _Job:
                 tensors=tuple(t for item in converted for t in item.measured.tensors),
                 tied=weights.tied,
                 left_out=weights.notes,
+                config=dict(weights.config),
             )
             record_conversion(self.origin, weights.key, record, self.deadline)
         return mirrored

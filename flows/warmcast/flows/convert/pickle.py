@@ -1,168 +1,140 @@
-"""Torch checkpoints (``.bin``, ``.pt``, ``.pth``), converted to safetensors in a child process.
-
-A pickle is a program. It is opened with ``weights_only=True``, which runs none of it, in a process
-of its own (:mod:`pickle_child`) whose memory is bounded and whose end, however it comes, is an
-error that names the file. The parent reads nothing but the child's report and the safetensors
-files it wrote, which are measured like any others.
-"""
+"""Torch checkpoints (``.bin``, ``.pt``, ``.pth``): a state dict a file, ties by storages."""
 
 from __future__ import annotations
 
-import json
-import math
-import os
-import selectors
-import signal
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import IO, Any, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from warmcast.flows.convert.pickle_child import ALLOWANCE, Job
-from warmcast.flows.errors import (
-    ConversionFailed,
-    InvalidCheckpoint,
-    UnsafePickle,
-    WorkFolderFull,
+from warmcast.flows.convert import unpickle
+from warmcast.flows.convert.archive import Checksums
+from warmcast.flows.convert.state_dict import DTYPES, PAIRS, dense, dtype_of, state_dict
+from warmcast.flows.convert.tensors import (
+    Checkpoint,
+    Extent,
+    Files,
+    Tensor,
+    as_integers,
+    blocks,
+    in_files,
+    memory_of,
 )
-from warmcast.flows.local import LocalFile
-from warmcast.manifests.deadline import Deadline
-from warmcast.manifests.errors import DeadlineExceeded
+from warmcast.flows.convert.ties import HIDDEN, Stored, View, resolve_ties, row_major
+from warmcast.flows.errors import InvalidCheckpoint
+from warmcast.flows.steps.weights import add_names
 from warmcast.manifests.manifest import TiedEntry
 
-VERSION = 1
-"""Raised when the same pickle would become other bytes, so that none are reused."""
-
-_POLL = 0.2
-"""Seconds between two looks at whether the deploy was ended, while the child says nothing."""
-
-_KINDS = {kind.__name__: kind for kind in (UnsafePickle, InvalidCheckpoint)}
+if TYPE_CHECKING:
+    import torch
 
 
-@dataclass(frozen=True, slots=True)
-class Converted:
-    """What became of one pickle: files with the tensors in each, ties, and what was left out."""
+def open_pickles(files: Files, numbers: Sequence[int], checksums: Checksums) -> Checkpoint:
+    """The state dicts of some files; their archives' checksums are given to ``checksums``.
 
-    files: tuple[tuple[Path, tuple[str, ...]], ...]
-    tied: tuple[TiedEntry, ...]
-    left_out: tuple[str, ...]
-
-
-def convert_pickle(
-    source: LocalFile,
-    out: Path,
-    *,
-    max_shard_nbytes: int,
-    first_hidden: int,
-    deadline: Deadline,
-    tick: Callable[[int], None],
-) -> Converted:
-    """Convert one pickle into files in the folder ``out``, which is empty.
-
-    ``tick`` is told the bytes that were written, and may raise to end the work. Raises
-    :class:`UnsafePickle`, :class:`InvalidCheckpoint`, :class:`ConversionFailed`,
-    :class:`WorkFolderFull` and :class:`SourceChanged`; the child has ended by then.
+    Raises :class:`UnsafePickle`, :class:`InvalidCheckpoint` and ``MemoryError``.
     """
-    job = Job(
-        source=str(source.location.absolute()),
-        path=source.path,
-        out=str(out),
-        max_shard_nbytes=max_shard_nbytes,
-        first_hidden=first_hidden,
-        parent=os.getpid(),
-    )
-    with source.opened(), tempfile.TemporaryFile(dir=out.parent) as errors:
-        answer = _run(job, errors, deadline, tick)
-    if failed := answer.get("failed"):
-        raise _failure(job, failed["kind"], failed["message"], source.size)
-    done = answer["done"]
-    return Converted(
-        files=tuple((out / str(n), tuple(names)) for n, names in enumerate(done["files"])),
-        tied=tuple(TiedEntry.model_validate_json(json.dumps(tie)) for tie in done["tied"]),
-        left_out=tuple(done["ignored"]),
-    )
+    tensors: list[Tensor] = []
+    tied: list[TiedEntry] = []
+    left_out: list[str] = []
+    holder: dict[str, str] = {}
+    hidden = 0
+    for number in numbers:
+        source = files.sources[number]
+        loaded = unpickle.load(files, Extent(number, 0, source.size), source.path)
+        state, ignored = state_dict(loaded.value, source.path)
+        add_names(holder, state, source.path)
+        stored = stored_tensors(files, source.path, state, loaded.places, hidden)
+        hidden += sum(tensor.name.startswith(HIDDEN) for tensor, _ in stored)
+        tensors += [tensor for tensor, _ in stored]
+        tied += [tie for _, item in stored for tie in item.tied]
+        left_out += ignored
+        if loaded.archive is not None:
+            checksums.add(files, [loaded.archive])
+    return Checkpoint(tuple(tensors), tuple(tied), tuple(left_out), holder=holder)
 
 
-def _run(
-    job: Job, errors: IO[bytes], deadline: Deadline, tick: Callable[[int], None]
-) -> dict[str, Any]:
-    """Run the child to its end; its last report."""
-    # -P keeps the working folder, which may be the checkpoint's own, off the module path.
-    command = [sys.executable, "-P", "-m", "warmcast.flows.convert.pickle_child"]
-    last: dict[str, Any] = {}
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
-    ) as child:
-        try:
-            request, report = cast(IO[bytes], child.stdin), cast(IO[bytes], child.stdout)
-            request.write(json.dumps(asdict(job)).encode())
-            request.close()
-            for line in _lines(report, job.path, deadline, tick):
-                last = json.loads(line)
-                tick(last.get("progress", 0))
-            child.wait(None if math.isinf(deadline.at) else deadline.remaining())
-        except (BrokenPipeError, subprocess.TimeoutExpired):
-            last = {}
-        finally:
-            child.kill()
-            child.wait()
-    if "done" not in last and "failed" not in last:
-        deadline.check(f"converting {job.path}")
-        raise ConversionFailed(
-            job.path,
-            expected="the converting process to report",
-            found=f"{_ending(child.returncode)}: {_tail(errors)}",
+def stored_tensors(
+    files: Files,
+    path: str,
+    state: Mapping[str, torch.Tensor],
+    places: Mapping[int, Extent],
+    first_hidden: int = 0,
+) -> list[tuple[Tensor, Stored]]:
+    """What is to be stored of a state dict on meta, and what is tied to it."""
+    plain = {name: dense(path, name, tensor) for name, tensor in state.items()}
+    views = {name: _view(path, name, tensor, places) for name, tensor in plain.items()}
+    stored = resolve_ties(views.values(), first_hidden)
+    return [(_tensor(files, plain[item.view.name], item, places), item) for item in stored]
+
+
+def _view(path: str, name: str, tensor: torch.Tensor, places: Mapping[int, Extent]) -> View:
+    """The tensor as elements of its storage; :class:`InvalidCheckpoint` if it leaves that."""
+    storage = unpickle.storage_of(tensor)
+    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+    view = View(name, storage, "", shape, stride, int(tensor.storage_offset()))
+    place = places.get(storage)
+    if place is None:
+        raise InvalidCheckpoint(
+            f"{path}: tensor {name!r}",
+            expected="one whose bytes are in the file",
+            found="one without",
+            do="save it from the CPU",
         )
-    return last
-
-
-def _lines(
-    report: IO[bytes], path: str, deadline: Deadline, tick: Callable[[int], None]
-) -> Iterator[bytes]:
-    """The lines that the child writes, until it closes its standard output."""
-    rest = b""
-    with selectors.DefaultSelector() as selector:
-        selector.register(report, selectors.EVENT_READ)
-        while True:
-            if deadline.expired:
-                raise DeadlineExceeded(f"no time left while converting {path}")
-            tick(0)
-            if not selector.select(min(_POLL, deadline.remaining())):
-                continue
-            data = os.read(report.fileno(), 1 << 16)
-            if not data:
-                return
-            *lines, rest = (rest + data).split(b"\n")
-            yield from lines
-
-
-def _failure(job: Job, kind: str, message: str, size: int) -> Exception:
-    if kind in _KINDS:
-        return _KINDS[kind](message)
-    if kind == "full":
-        return WorkFolderFull(
-            f"converting {job.path}",
-            found=message,
-            do="free space in the work folder, or name another with --work",
+    if view.numel and view.end * tensor.element_size() > place.nbytes:
+        raise InvalidCheckpoint(
+            f"{path}: tensor {name!r}",
+            expected=f"to lie in its storage's {place.nbytes} bytes",
+            found=f"an end at {view.end * tensor.element_size()}",
         )
-    return ConversionFailed(
-        job.path,
-        expected=f"to open with {2 * size + ALLOWANCE:,} bytes of memory for its {size:,}",
-        found="a wish for more",
-        do="it may be made to do harm; if you trust it, save it again as safetensors",
+    dtype, offset = dtype_of(tensor), view.offset
+    if dtype == PAIRS:
+        # Strides over pairs cannot be told in single elements: such a tensor is tied to none.
+        storage = storage if view.is_row_major else -id(tensor)
+        shape = (*shape[:-1], 2 * shape[-1])
+        stride, offset = row_major(shape), 2 * offset
+    elif tensor.is_conj() or tensor.is_neg():
+        storage, stride, offset = -id(tensor), row_major(shape), 0
+    return View(name, storage, DTYPES[dtype], shape, stride, offset)
+
+
+def _tensor(
+    files: Files, tensor: torch.Tensor, item: Stored, places: Mapping[int, Extent]
+) -> Tensor:
+    place = places[unpickle.storage_of(tensor)]
+    dtype, shape, size = item.view.dtype, item.shape, tensor.element_size()
+    if item.span is not None:
+        begin, end = item.span
+    elif tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        begin = int(tensor.storage_offset())
+        end = begin + tensor.numel()
+    else:
+        return Tensor(item.name, dtype, shape, lambda: _strided(files, tensor, place))
+    if dtype == "F4" and item.span is not None:
+        begin, end = begin // 2, end // 2
+    extent = Extent(place.file, place.offset + begin * size, (end - begin) * size)
+    return in_files(files, item.name, dtype, shape, (extent,))
+
+
+def _strided(files: Files, tensor: torch.Tensor, place: Extent) -> Iterator[memoryview]:
+    """The bytes of a tensor that is not row-major, or is conjugate or negative, row-major."""
+    import torch
+
+    if not tensor.numel():
+        return
+    data = files.mapped(place)
+    if data.data_ptr() % tensor.element_size():
+        data = data.clone()
+    usable = data.numel() - data.numel() % tensor.element_size()
+    values = torch.as_strided(
+        as_integers(data[:usable].view(tensor.dtype)),
+        tensor.shape,
+        tensor.stride(),
+        tensor.storage_offset(),
     )
-
-
-def _ending(code: int) -> str:
-    return f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-
-def _tail(errors: IO[bytes]) -> str:
-    """The last line of what the child wrote to standard error."""
-    size = errors.seek(0, os.SEEK_END)
-    errors.seek(max(0, size - 4096))
-    lines = errors.read().decode("utf-8", "replace").split("\n")
-    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "no message")
+    for block in blocks(values):
+        if tensor.is_conj() or tensor.is_neg():
+            flat = torch.frombuffer(block, dtype=tensor.dtype)
+            flat = flat.conj() if tensor.is_conj() else flat
+            flat = -flat if tensor.is_neg() else flat
+            yield memory_of(flat.resolve_conj().resolve_neg().contiguous())
+        else:
+            yield block

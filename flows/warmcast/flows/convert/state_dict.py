@@ -122,7 +122,7 @@ def _names(keys: Any) -> str:
 
 
 def dense(path: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as bytes in memory, or :class:`InvalidCheckpoint`."""
+    """The tensor itself, if it is one that can be stored, or :class:`InvalidCheckpoint`."""
     import torch
 
     dtype = dtype_of(tensor)
@@ -135,8 +135,6 @@ def dense(path: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
         problem = f"a {type(tensor).__name__}"
     elif tensor.layout != torch.strided:
         problem = f"a {str(tensor.layout).removeprefix('torch.')} one"
-    elif tensor.device.type != "cpu":
-        problem = f"one on {tensor.device.type}, without bytes"
     elif dtype not in DTYPES or (dtype == PAIRS and not tensor.dim()):
         problem = f"one of {dtype}"
     if problem:
@@ -146,21 +144,9 @@ def dense(path: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
             found=problem,
             do="convert it before it is saved",
         )
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    if dtype == PAIRS and not tensor.is_contiguous():
-        # Strides over pairs cannot be told in single elements.
-        return as_integers(tensor).contiguous().view(tensor.dtype)
-    return tensor
+    return tensor.detach()
 
 
 def dtype_of(tensor: torch.Tensor) -> str:
     """The name of a tensor's dtype, as :data:`DTYPES` has it."""
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers of its width: torch can copy those, whatever the dtype."""
-    import torch
-
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.view(kinds[tensor.element_size()])

@@ -56,6 +56,11 @@ class View:
         return self.shape, stride, self.offset
 
     @property
+    def numel(self) -> int:
+        """The elements it has, which an expanded one counts more than once."""
+        return math.prod(self.shape)
+
+    @property
     def end(self) -> int:
         """One past the last element."""
         steps = zip(self.shape, self.stride, strict=True)
@@ -119,15 +124,19 @@ def resolve_ties(views: Iterable[View], first_hidden: int = 0) -> list[Stored]:
     return stored
 
 
-def tie_metadata(ties: Iterable[TiedEntry], stored: Mapping[str, Stored]) -> dict[str, str]:
+def tie_metadata(
+    ties: Iterable[TiedEntry], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, str]:
     """Ties as a safetensors header's metadata, so that a converted file tells them itself.
+
+    ``shapes`` are those of the stored tensors.
 
     Names that share a tensor whole stand as ``safetensors.torch.save_model`` writes them,
     ``{removed: kept}``; other views under :data:`METADATA`, as the manifest writes them.
     """
     whole, views = {}, []
     for tie in ties:
-        shape = stored[tie.of].shape
+        shape = shapes[tie.of]
         if tie.shape == shape and tie.stride == row_major(shape) and tie.offset == 0:
             whole[tie.name] = tie.of
         else:

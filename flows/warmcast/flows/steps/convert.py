@@ -1,23 +1,24 @@
-"""Convert: pickles into safetensors in a work folder, or what they became at an earlier deploy.
+"""Convert: a checkpoint into safetensors in a work folder, or what it became at an earlier deploy.
 
-What a conversion yields depends on the pickles' bytes, the converter and its options alone. The
+What a conversion yields depends on the sources' bytes, the converter and its options alone. The
 digest of these is a key in the origin's ``upstreams/``; the record under it holds the files,
-tensors and ties that came of it, so that deploying the same pickles again converts nothing.
+tensors and ties that came of it, so that deploying the same sources again converts nothing.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from warmcast.flows.convert import pickle
+from warmcast.flows.convert import process
+from warmcast.flows.convert.child import Adapter, Format
 from warmcast.flows.convert.index import write_index
-from warmcast.flows.convert.ties import HIDDEN
+from warmcast.flows.convert.options import ConvertOptions
 from warmcast.flows.local import LocalFile
 from warmcast.flows.steps.mirror import has_blob
-from warmcast.flows.steps.weights import add_names, check_index
 from warmcast.flows.workfolder import WorkFolder
 from warmcast.manifests.canonical import digest
 from warmcast.manifests.deadline import Deadline
@@ -37,33 +38,92 @@ _BUFFER = 1 << 22
 
 
 class ConversionRecord(Record):
-    """What pickles became, as the origin keeps it under the conversion's key."""
+    """What a checkpoint became, as the origin keeps it under the conversion's key."""
 
     files: tuple[FileEntry, ...]
     tensors: tuple[TensorEntry, ...]
     tied: tuple[TiedEntry, ...]
     left_out: tuple[str, ...]
+    config: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFiles:
+    """A LoRA adapter's weights, their format, and its parsed ``adapter_config.json``."""
+
+    format: Format
+    files: tuple[LocalFile, ...]
+    config: Mapping[str, Any]
+
+    def for_child(self) -> Adapter:
+        """The adapter as the child is told of it."""
+        return Adapter(self.format, tuple(map(process.source_of, self.files)), dict(self.config))
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A checkpoint to convert: its format, its files in order, and what is asked for.
+
+    ``index`` is the index's path and the shard of each tensor, where there is one; ``config`` the
+    model's parsed ``config.json``; ``adapter`` what is merged into it.
+    """
+
+    format: Format
+    files: tuple[LocalFile, ...]
+    options: ConvertOptions
+    index: tuple[str, Mapping[str, str]] | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    adapter: AdapterFiles | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are read."""
+        extra = self.adapter.files if self.adapter else ()
+        return sum(file.size for file in (*self.files, *extra))
+
+    @property
+    def tie_embeddings(self) -> bool:
+        """Whether the config says that input and output embeddings are one."""
+        return self.config.get("tie_word_embeddings") is True
 
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """Converted files in the work folder (the index among them), and their ties."""
+    """Converted files in the work folder (the index among them), and their ties.
+
+    ``config`` is what the sources say of the model, where their format has such (GGUF).
+    """
 
     files: tuple[LocalFile, ...]
     tied: tuple[TiedEntry, ...]
     left_out: tuple[str, ...]
+    config: dict[str, Any]
+
+
+def needs_conversion(format_: Format, options: ConvertOptions) -> bool:
+    """Whether weights are deployed as other bytes than they are."""
+    return format_ != "safetensors" or options.rewrite
 
 
 def conversion_key(
-    pickles: Sequence[LocalFile], max_shard_nbytes: int, tick: Callable[[int], None]
+    request: Request, tick: Callable[[int], None], known: Mapping[str, str] | None = None
 ) -> str:
-    """The key of a conversion: reads every pickle once."""
+    """The key of a conversion. ``known`` are SHA-256s by path; other files are read once."""
+    known = known or {}
+
+    def sources(files: Sequence[LocalFile]) -> list[list[str]]:
+        return [[file.path, known.get(file.path) or _sha256(file, tick)] for file in files]
+
+    adapter = request.adapter
     return digest(
         {
-            "kind": "pickle",
-            "version": pickle.VERSION,
-            "max_shard_nbytes": max_shard_nbytes,
-            "sources": [[file.path, _sha256(file, tick)] for file in pickles],
+            "kind": request.format,
+            "version": process.VERSION,
+            "options": request.options.record(),
+            "tie_embeddings": request.tie_embeddings,
+            "sources": sources(request.files),
+            "adapter": adapter
+            and {"config": dict(adapter.config), "sources": sources(adapter.files)},
         }
     )
 
@@ -71,7 +131,7 @@ def conversion_key(
 def recorded_conversion(
     origin: Origin, key: str, deadline: Deadline, *, reread: Callable[[int], None] | None = None
 ) -> ConversionRecord | None:
-    """What the pickles became, if the origin knows and has all of it."""
+    """What the sources became, if the origin knows and has all of it."""
     value = origin.record(_KIND, key, deadline)
     if value is None:
         return None
@@ -86,7 +146,7 @@ def recorded_conversion(
 def record_conversion(
     origin: Origin, key: str, record: ConversionRecord, deadline: Deadline
 ) -> None:
-    """Remember what pickles became, once all of it is in the origin."""
+    """Remember what sources became, once all of it is in the origin."""
     value = record.model_dump(mode="json")
     if not origin.put_record(_KIND, key, value, deadline):
         # One that was there and could not be used would be in the way for ever.
@@ -94,44 +154,39 @@ def record_conversion(
         origin.put_record(_KIND, key, value, deadline)
 
 
-def convert_pickles(
-    pickles: Sequence[LocalFile],
-    index: tuple[str, Mapping[str, str]] | None,
+def convert_weights(
+    request: Request,
     work: WorkFolder,
     *,
-    max_shard_nbytes: int,
     deadline: Deadline,
     tick: Callable[[int], None],
 ) -> Conversion:
-    """Convert pickles one after another, name the files as the Hub does, and write their index.
+    """Convert a checkpoint, name the files as the Hub does, and write their index.
 
-    Raises :class:`InvalidIndex` if the index and the pickles do not name the same tensors.
+    Raises :class:`SourceError` and its kinds, :class:`ConversionFailed`, :class:`WorkFolderFull`.
     """
-    work.need(sum(file.size for file in pickles))
-    parts: list[tuple[Path, tuple[str, ...]]] = []
-    tied: list[TiedEntry] = []
-    left_out: list[str] = []
-    holder: dict[str, str] = {}
-    hidden = 0
-    for source in pickles:
-        part = pickle.convert_pickle(
-            source,
-            work.part(),
-            max_shard_nbytes=max_shard_nbytes,
-            first_hidden=hidden,
-            deadline=deadline,
-            tick=tick,
-        )
-        names = {name for _, tensors in part.files for name in tensors}
-        hidden += len({tie.of for tie in part.tied if tie.of.startswith(HIDDEN)})
-        names |= {tie.name for tie in part.tied}
-        add_names(holder, names, source.path)
-        parts += part.files
-        tied += part.tied
-        left_out += part.left_out
-    if index is not None:
-        left_out += check_index(index, holder)
-    return Conversion(_named(parts, work.part()), tuple(tied), tuple(left_out))
+    work.need(request.nbytes)
+    converted = process.convert(
+        request.format,
+        request.files,
+        work.part(),
+        request.options,
+        index=request.index,
+        tie_embeddings=request.tie_embeddings,
+        adapter=request.adapter and request.adapter.for_child(),
+        deadline=deadline,
+        tick=tick,
+    )
+    folder = work.part()
+    extra = tuple(
+        LocalFile.of(name, location.rename(folder / name)) for name, location in converted.extra
+    )
+    return Conversion(
+        (*_named(converted.files, folder), *extra),
+        converted.tied,
+        converted.left_out,
+        converted.config,
+    )
 
 
 def _named(parts: Sequence[tuple[Path, tuple[str, ...]]], folder: Path) -> tuple[LocalFile, ...]:

@@ -11,12 +11,15 @@ from __future__ import annotations
 import re
 
 _EMBEDDING = re.compile(
-    r"embed|(^|[._])(wte|wpe|shared|cls_token|pos_emb|rotary)|tok_emb|patch_emb|conv1$", re.I
+    r"embed|embd|(^|[._])(wte|wpe|shared|cls_token|pos_emb|rotary)|tok_emb|patch_emb|conv1$", re.I
 )
 _HEAD = re.compile(r"head|embed_out|classifier|score|proj_out|(^|\.)output($|\.)", re.I)
 _POOLER = re.compile(r"pool", re.I)
 _ENCODER = re.compile(r"encoder|vision|visual|audio", re.I)
 _NUMBER = re.compile(r"(\d+)")
+
+_DIGITS = 7
+"""A number of so many digits counts no layers."""
 
 Key = tuple[int, int, tuple[tuple[int, int, str], ...]]
 
@@ -33,6 +36,25 @@ def load_order(name: str) -> Key:
     if _HEAD.search(name):
         return (2, 2, _natural(name))
     return (2, 1 if _POOLER.search(name) else 0, _natural(name))
+
+
+def is_embedding(name: str) -> bool:
+    """Whether a tensor is one of those that come before all layers."""
+    return load_order(name)[0] == 0
+
+
+def is_head(name: str) -> bool:
+    """Whether a tensor is one of those that come last."""
+    return load_order(name)[:2] == (2, 2)
+
+
+def layer_of(name: str) -> tuple[str, int]:
+    """The stack that a tensor's layer is in, and the layer's number: ``("model.layers", 7)``."""
+    parts = name.split(".")
+    for place, part in enumerate(parts):
+        if part.isdecimal() and len(part) < _DIGITS:
+            return ".".join(parts[:place]), int(part)
+    return ".".join(parts[:-1]), 0
 
 
 def _natural(name: str) -> tuple[tuple[int, int, str], ...]:
