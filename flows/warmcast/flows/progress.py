@@ -29,6 +29,21 @@ class Progress(Protocol):
         """Something that a person should know."""
 
 
+class Halved:
+    """Told each byte twice, once read and once sent; tells each once. Safe between threads."""
+
+    def __init__(self, tick: Callable[[int], None]) -> None:
+        self._tick = tick
+        self._lock = threading.Lock()
+        self._odd = 0
+
+    def __call__(self, nbytes: int) -> None:
+        """Tell half of ``nbytes``."""
+        with self._lock:
+            whole, self._odd = divmod(nbytes + self._odd, 2)
+        self._tick(whole)
+
+
 class Silent:
     """Tells nobody."""
 
@@ -53,6 +68,7 @@ class Lines:
         self._what = ""
         self._done = self._total = 0
         self._next = 0.0
+        self._last = (0.0, 0)  # when the last line was written, and what was done by then
 
     @contextmanager
     def stage(self, what: str, total: int) -> Iterator[None]:
@@ -61,9 +77,12 @@ class Lines:
         with self._lock:
             self._what, self._done, self._total = what, 0, total
             self._next = began + _EVERY
+            self._last = (began, 0)
         self.note(f"{what}: {nbytes_text(total)}")
         yield
-        self.note(f"{what}: done in {time.monotonic() - began:.1f} s")
+        seconds = time.monotonic() - began
+        rate = f", {nbytes_text(total / seconds)}/s" if total and seconds >= _EVERY else ""
+        self.note(f"{what}: done in {seconds:.1f} s{rate}")
 
     def advance(self, nbytes: int) -> None:
         """Count, and write a line if the last is 5 s old."""
@@ -71,9 +90,16 @@ class Lines:
             self._done += nbytes
             if time.monotonic() < self._next:
                 return
-            self._next = time.monotonic() + _EVERY
+            present = time.monotonic()
+            self._next = present + _EVERY
             done, total, what = self._done, self._total, self._what
-        self.note(f"{what}: {nbytes_text(done)} of {nbytes_text(total)}")
+            since, before = self._last
+            self._last = (present, done)
+        rate = (done - before) / (present - since)
+        left = f", {(total - done) / rate:.0f} s left" if rate else ""
+        self.note(
+            f"{what}: {nbytes_text(done)} of {nbytes_text(total)}, {nbytes_text(rate)}/s{left}"
+        )
 
     def note(self, line: str) -> None:
         """Write a line."""

@@ -10,16 +10,19 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from warmcast.flows.chunks import Lanes
 from warmcast.flows.convert.options import ConvertOptions
-from warmcast.flows.errors import SourceError
+from warmcast.flows.errors import SourceChanged
 from warmcast.flows.local import LocalFile
-from warmcast.flows.progress import Progress, Silent, nbytes_text
+from warmcast.flows.progress import Halved, Progress, Silent, nbytes_text
 from warmcast.flows.runner import InProcess, Runner, Ticker
 from warmcast.flows.steps.convert import (
     ConversionRecord,
@@ -30,18 +33,28 @@ from warmcast.flows.steps.convert import (
     record_conversion,
     recorded_conversion,
 )
+from warmcast.flows.steps.fetch import fetch
+from warmcast.flows.steps.journal import Pace
+from warmcast.flows.steps.known import Known, KnownFile, Recalling
 from warmcast.flows.steps.lay_out import LaidOut, Model, lay_out
+from warmcast.flows.steps.measure import Measured
 from warmcast.flows.steps.meshes import MeshRequest
-from warmcast.flows.steps.mirror import Mirrored, mirror_file
+from warmcast.flows.steps.mirror import Mirrored, Streaming, mirror_file, stream_file
 from warmcast.flows.steps.order import load_order
 from warmcast.flows.steps.publish import Collected, Signing, publish
 from warmcast.flows.steps.resolve import Plan, resolve
-from warmcast.flows.steps.weights import check_index, metadata_ties, read_headers
+from warmcast.flows.steps.weights import (
+    check_headers,
+    check_index,
+    fetch_header,
+    metadata_ties,
+    read_headers,
+)
 from warmcast.flows.upstreams import Upstream, UpstreamFile, open_upstream, read_small
 from warmcast.flows.workfolder import WorkFolder
 from warmcast.manifests.checksum import crc32c, to_hex
 from warmcast.manifests.deadline import Deadline
-from warmcast.manifests.errors import IntegrityError, InvalidData
+from warmcast.manifests.errors import IntegrityError, InvalidData, WarmcastError
 from warmcast.manifests.header import Header
 from warmcast.manifests.identity import Mesh
 from warmcast.manifests.manifest import (
@@ -55,6 +68,8 @@ from warmcast.manifests.origin import Origin, Ref, now
 
 _NEVER = Deadline.never()
 _AS_IT_IS = ConvertOptions()
+_PACE = Pace()
+_HEADERS = 8  # headers that are read at once
 _CONFIG = "config.json"
 _CONFIG_LIMIT = 1 << 24
 _READ = 1 << 24
@@ -114,9 +129,10 @@ class DeployResult:
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """The weights as they will be deployed: files here, or a record of those in the origin."""
+    """The weights as they will be deployed: files to mirror, those that are known, or a record."""
 
-    files: tuple[LocalFile, ...] = ()
+    files: tuple[LocalFile | UpstreamFile, ...] = ()
+    known: tuple[KnownFile, ...] = ()
     headers: Mapping[str, Header] = field(default_factory=dict)
     tied: tuple[TiedEntry, ...] = ()
     notes: tuple[str, ...] = ()
@@ -133,14 +149,21 @@ def deploy(
     revision: str | None = None,
     meshes: Sequence[Mesh | MeshRequest] = (),
     convert: ConvertOptions = _AS_IT_IS,
+    allow: Sequence[str] = (),
+    ignore: Sequence[str] = (),
     work: Path | None = None,
     repair: bool = False,
     signing: Signing | None = None,
     deadline: Deadline = _NEVER,
     progress: Progress | None = None,
     runner: Callable[[Ticker], Runner] = InProcess,
+    pace: Pace = _PACE,
 ) -> DeployResult:
-    """Deploy ``source`` (a folder) into the origin at ``origin_url``, and point ``ref`` at it.
+    """Deploy ``source`` into the origin at ``origin_url``, and point ``ref`` at it.
+
+    ``source`` is a folder, or a URL (:func:`open_upstream`); of its files those that ``allow``
+    matches (all, if empty) and ``ignore`` does not: see :func:`select`. One that lies elsewhere and
+    changes meanwhile is deployed once more, as it is then. ``pace`` bounds what moves at once.
 
     ``signing`` signs the manifest. ``revision`` overrides what the source says of itself. For each
     of ``meshes`` the manifest gets a layout. What is no safetensors is converted in a folder below
@@ -154,14 +177,17 @@ def deploy(
     target = Ref.parse(ref)
     progress = progress or Silent()
     attempt = partial(
-        _attempt, source, origin_url, target, revision, meshes, convert, work, repair,
-        signing, deadline, progress, runner, time.monotonic(),
+        _attempt, source, origin_url, target, revision, meshes, convert, allow, ignore,
+        work, repair, signing, deadline, progress, runner, pace, time.monotonic(),
     )  # fmt: skip
     try:
         return attempt()
-    except Collected as cause:
+    except (Collected, _Changed) as cause:
         progress.note(f"once more: {cause}")
+    try:
         return attempt()
+    except _Changed as cause:
+        raise cause.error from cause
 
 
 def _attempt(
@@ -171,33 +197,71 @@ def _attempt(
     revision: str | None,
     meshes: Sequence[Mesh | MeshRequest],
     convert: ConvertOptions,
+    allow: Sequence[str],
+    ignore: Sequence[str],
     work: Path | None,
     repair: bool,
     signing: Signing | None,
     deadline: Deadline,
     progress: Progress,
     runner: Callable[[Ticker], Runner],
+    pace: Pace,
     began: float,
 ) -> DeployResult:
-    upstream = open_upstream(source, deadline)
     ticker = Ticker(deadline, progress.advance)
-    with Origin.open(origin_url) as origin, WorkFolder(work) as folder:
+    with (
+        Origin.open(origin_url) as origin,
+        WorkFolder(work) as folder,
+        closing(open_upstream(source, deadline)) as opened,
+    ):
+        known = Known(origin, opened.name)
+        upstream = Recalling(opened, known, allow, ignore, reread=ticker if repair else None)
         job = _Job(
             origin, upstream, folder, convert, repair, deadline, progress, ticker,
-            runner(ticker),
+            runner(ticker), pace, Lanes(pace.lanes),
         )  # fmt: skip
+        with _changed(upstream):
+            return job.run(target, revision, meshes, signing, began)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What the steps of one deploy have in common."""
+
+    origin: Origin
+    upstream: Recalling
+    folder: WorkFolder
+    convert: ConvertOptions
+    repair: bool
+    deadline: Deadline
+    progress: Progress
+    ticker: Ticker
+    runner: Runner
+    pace: Pace
+    lanes: Lanes
+
+    def run(
+        self,
+        target: Ref,
+        revision: str | None,
+        meshes: Sequence[Mesh | MeshRequest],
+        signing: Signing | None,
+        began: float,
+    ) -> DeployResult:
+        """The steps, one after the other."""
+        origin, upstream, deadline = self.origin, self.upstream, self.deadline
         before = origin.ref(target, deadline)
-        plan = job.runner.call("resolve", lambda: resolve(upstream, deadline))
+        plan = self.runner.call("resolve", lambda: resolve(upstream, deadline))
         config = _config(upstream, plan.others, deadline)
-        others = tuple(_here(upstream, file, deadline) for file in plan.others)
-        weights = job.weights(plan, config)
+        others, known = self.to_mirror(plan.others)
+        weights = self.weights(plan, config)
         config = config or dict(weights.config)
-        left_out = (*plan.left_out, *weights.notes)
+        left_out = (*upstream.notes, *plan.left_out, *weights.notes)
         for note in left_out:
-            progress.note(f"note: {note}")
-        mirrored = job.mirror(weights, others)
-        files, tensors, tied = job.entries(weights, mirrored)
-        laid_out = job.laid_out(Model(config, files, tensors, tied, job.reader(files)), meshes)
+            self.progress.note(f"note: {note}")
+        mirrored = self.mirror(weights, others)
+        files, tensors, tied = self.entries(weights, mirrored, known)
+        laid_out = self.laid_out(Model(config, files, tensors, tied, self.reader(files)), meshes)
         manifest = build_manifest(
             model=target.model,
             revision=upstream.revision if revision is None else revision,
@@ -209,49 +273,60 @@ def _attempt(
             config=config,
             layouts=laid_out.layouts,
         )
-        published = job.runner.call(
+        published = self.runner.call(
             "publish", lambda: publish(origin, target, manifest, before, deadline, signing)
         )
-    return DeployResult(
-        ref=str(target),
-        manifest=published.manifest,
-        changed=published.changed,
-        moved=(*(item.file.path for item in mirrored if item.moved), *laid_out.moved),
-        left_out=left_out,
-        seconds=time.monotonic() - began,
-    )
+        return DeployResult(
+            ref=str(target),
+            manifest=published.manifest,
+            changed=published.changed,
+            moved=(*(item.file.path for item in mirrored if item.moved), *laid_out.moved),
+            left_out=left_out,
+            seconds=time.monotonic() - began,
+        )
 
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """What the steps of one deploy have in common."""
-
-    origin: Origin
-    upstream: Upstream
-    folder: WorkFolder
-    convert: ConvertOptions
-    repair: bool
-    deadline: Deadline
-    progress: Progress
-    ticker: Ticker
-    runner: Runner
+    def to_mirror(
+        self, files: Sequence[UpstreamFile], *, weights: bool = False
+    ) -> tuple[tuple[LocalFile | UpstreamFile, ...], tuple[KnownFile, ...]]:
+        """Where files lie that the origin does not know, and what it knows of the others."""
+        here = {f.path: self.upstream.local(f, self.deadline) for f in files}
+        elsewhere = [file for file in files if here[file.path] is None]
+        known = self.upstream.recall_all(elsewhere, self.deadline, weights=weights)
+        left = tuple(here[f.path] or f for f in files if f.path not in known)
+        return left, tuple(known[f.path] for f in files if f.path in known)
 
     def weights(self, plan: Plan, config: Mapping[str, Any]) -> _Weights:
         """Bring the weights, and convert them if need be and they are not known yet."""
-        brought = tuple(_here(self.upstream, file, self.deadline) for file in plan.weights)
-        if not needs_conversion(plan.format, self.convert):
-            headers = read_headers(brought)
-            notes: list[str] = []
-            if plan.index is not None:
-                holder = {t.name: path for path, h in headers.items() for t in h.tensors}
-                notes = check_index(plan.index, holder)
-            return _Weights(brought, headers, metadata_ties(headers), tuple(notes))
-        request = Request(plan.format, brought, self.convert, plan.index, config)
-        return self.runner.call("convert", lambda: self._converted(request))
+        if needs_conversion(plan.format, self.convert):
+            return self.runner.call("convert", lambda: self._converted(plan, config))
+        files, known = self.to_mirror(plan.weights, weights=True)
+        found = dict(zip((f.path for f in files), self._headers(files), strict=True))
+        found |= {item.file.path: item.header for item in known}
+        headers = {file.path: found[file.path] for file in plan.weights}
+        check_headers(headers)
+        notes: list[str] = []
+        if plan.index is not None:
+            holder = {t.name: path for path, h in headers.items() for t in h.tensors}
+            notes = check_index(plan.index, holder)
+        return _Weights(files, known, headers, metadata_ties(headers), tuple(notes))
 
-    def _converted(self, request: Request) -> _Weights:
+    def _headers(self, files: Sequence[LocalFile | UpstreamFile]) -> list[Header]:
+        """The headers of weights, wherever they lie."""
+
+        def read(file: LocalFile | UpstreamFile) -> Header:
+            if isinstance(file, LocalFile):
+                return read_headers([file])[file.path]
+            return fetch_header(self.upstream, file, self.deadline)
+
+        with ThreadPoolExecutor(_HEADERS, "warmcast-headers") as pool:
+            return list(pool.map(read, files))
+
+    def _converted(self, plan: Plan, config: Mapping[str, Any]) -> _Weights:
+        known = {file.path: file.sha256 for file in plan.weights if file.sha256 is not None}
+        files = self._brought(plan.weights, known)
+        request = Request(plan.format, files, self.convert, plan.index, config)
         with self.progress.stage("read what is converted", request.nbytes):
-            key = conversion_key(request, self.ticker)
+            key = conversion_key(request, self.ticker, known)
         recorded = recorded_conversion(
             self.origin, key, self.deadline, reread=self.ticker if self.repair else None
         )
@@ -266,25 +341,37 @@ class _Job:
             )
         weights = tuple(f for f in converted.files if f.path.endswith(".safetensors"))
         return _Weights(
-            converted.files, read_headers(weights), converted.tied, converted.left_out,
+            converted.files, (), read_headers(weights), converted.tied, converted.left_out,
             converted.config, key,
         )  # fmt: skip
 
-    def mirror(self, weights: _Weights, others: Sequence[LocalFile]) -> list[Mirrored]:
+    def _brought(
+        self, files: Sequence[UpstreamFile], known: dict[str, str]
+    ) -> tuple[LocalFile, ...]:
+        """Files on this machine; those that had to be fetched are added to ``known``."""
+        here = {file.path: self.upstream.local(file, self.deadline) for file in files}
+        elsewhere = [file for file in files if here[file.path] is None]
+        if elsewhere:
+            with self.progress.stage("fetch", sum(file.size for file in elsewhere)):
+                fetched = fetch(
+                    self.upstream, elsewhere, self.folder, self.lanes, self.pace, self.deadline,
+                    self.ticker,
+                )  # fmt: skip
+            here |= {item.file.path: item.file for item in fetched}
+            known |= {item.file.path: item.sha256 for item in fetched}
+        return tuple(file for file in here.values() if file is not None)
+
+    def mirror(
+        self, weights: _Weights, others: Sequence[LocalFile | UpstreamFile]
+    ) -> list[Mirrored]:
         """Measure and mirror every file, and remember a conversion once all of it is there."""
-        local = (*weights.files, *others)
-        with self.progress.stage("read and upload", 2 * sum(file.size for file in local)):
+        files = (*weights.files, *others)
+        with self.progress.stage("read and upload", sum(file.size for file in files)):
+            tick = Halved(self.ticker)
             mirrored = self.runner.map(
                 "mirror",
-                lambda file: mirror_file(
-                    self.origin,
-                    file,
-                    weights.headers[file.path].tensors if file.path in weights.headers else (),
-                    self.deadline,
-                    self.ticker,
-                    repair=self.repair,
-                ),
-                local,
+                lambda file: self._mirror(file, weights.headers.get(file.path), tick),
+                files,
                 lambda file: file.path,
             )
         if weights.key is not None:
@@ -299,12 +386,44 @@ class _Job:
             record_conversion(self.origin, weights.key, record, self.deadline)
         return mirrored
 
+    def _mirror(
+        self,
+        file: LocalFile | UpstreamFile,
+        header: Header | None,
+        tick: Callable[[int], None],
+    ) -> Mirrored:
+        tensors = () if header is None else header.tensors
+        if isinstance(file, LocalFile):
+            return mirror_file(
+                self.origin, file, tensors, self.deadline, tick, repair=self.repair
+            )  # fmt: skip
+        metadata = None if header is None else header.metadata
+
+        def recall() -> Measured | None:
+            found = self.upstream.recall(file, self.deadline, weights=header is not None)
+            return None if found is None else found.measured
+
+        return stream_file(
+            Streaming(self.origin, self.upstream, self.lanes, self.pace, self.repair),
+            file,
+            tensors,
+            self.deadline,
+            tick,
+            recall=recall,
+            remember=lambda measured: self.upstream.remember(
+                file, measured, self.deadline, metadata=metadata
+            ),
+        )
+
     def entries(
-        self, weights: _Weights, mirrored: Sequence[Mirrored]
+        self, weights: _Weights, mirrored: Sequence[Mirrored], known: Sequence[KnownFile]
     ) -> tuple[list[FileEntry], list[TensorEntry], tuple[TiedEntry, ...]]:
         """What the manifest says of files, of tensors in load order, and of ties."""
         files = [item.file for item in mirrored]
         tensors = [tensor for item in mirrored for tensor in item.measured.tensors]
+        for item in (*weights.known, *known):
+            files.append(item.file)
+            tensors += item.tensors
         if weights.recorded is not None:
             files += weights.recorded.files
             tensors += weights.recorded.tensors
@@ -346,11 +465,23 @@ class _Job:
         return read
 
 
-def _here(upstream: Upstream, file: UpstreamFile, deadline: Deadline) -> LocalFile:
-    local = upstream.local(file, deadline)
-    if local is None:
-        raise SourceError(file.path, expected="a file on this machine", found="one elsewhere")
-    return local
+class _Changed(WarmcastError):
+    """A source elsewhere changed while it was deployed; ``error`` says which."""
+
+    def __init__(self, error: SourceChanged) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+@contextmanager
+def _changed(upstream: Recalling) -> Iterator[None]:
+    """Tell apart the changes of sources elsewhere, whose new state can be listed."""
+    try:
+        yield
+    except SourceChanged as error:
+        if upstream.remote:
+            raise _Changed(error) from error
+        raise
 
 
 def _config(

@@ -7,29 +7,53 @@ from collections.abc import Iterable, Mapping, Sequence
 from warmcast.flows.convert.ties import HIDDEN, METADATA, row_major
 from warmcast.flows.errors import InvalidIndex, NoWeights
 from warmcast.flows.local import LocalFile
+from warmcast.flows.upstreams import Upstream, UpstreamFile
 from warmcast.manifests.canonical import parse_json
+from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import InvalidManifest
-from warmcast.manifests.header import Header, read_header
+from warmcast.manifests.header import Header, header_nbytes, parse_header, read_header
 from warmcast.manifests.manifest import TiedEntry, parse_record
+
+_HEADER = 1 << 17
+"""Bytes that are read of a file elsewhere for its header, at first."""
 
 
 def read_headers(files: Sequence[LocalFile]) -> dict[str, Header]:
-    """The header of each file by its path.
-
-    Raises :class:`InvalidHeader`, :class:`InvalidIndex` for a name in two files, and
-    :class:`NoWeights` if there is no tensor in any.
-    """
+    """The header of each file by its path; raises :class:`InvalidHeader`, and as its check."""
     headers = {}
-    holder: dict[str, str] = {}
     for file in files:
         with file.opened():
             headers[file.path] = read_header(file.location)
-        add_names(holder, (t.name for t in headers[file.path].tensors), file.path)
+    check_headers(headers)
+    return headers
+
+
+def fetch_header(upstream: Upstream, file: UpstreamFile, deadline: Deadline) -> Header:
+    """The header of a file that lies elsewhere; raises :class:`InvalidHeader`."""
+    reader = upstream.reader(file, deadline)
+    try:
+        # Most headers are shorter, and a question costs more than some bytes.
+        raw = bytearray(min(_HEADER, file.size))
+        reader.read_into(0, memoryview(raw), deadline)
+        end = 8 + header_nbytes(bytes(raw[:8]), file.size, file.path)
+        if end > len(raw):
+            rest = bytearray(end - len(raw))
+            reader.read_into(len(raw), memoryview(rest), deadline)
+            raw += rest
+        return parse_header(bytes(raw[:end]), file.size, file.path)
+    finally:
+        reader.close()
+
+
+def check_headers(headers: Mapping[str, Header]) -> None:
+    """Raise :class:`InvalidIndex` for a name in two files, :class:`NoWeights` for none in any."""
+    holder: dict[str, str] = {}
+    for path, header in headers.items():
+        add_names(holder, (t.name for t in header.tensors), path)
     if not holder:
         raise NoWeights(
             ", ".join(headers), expected="tensors", found="none", do="the checkpoint is empty"
         )
-    return headers
 
 
 def metadata_ties(headers: Mapping[str, Header]) -> tuple[TiedEntry, ...]:

@@ -8,12 +8,12 @@ has to be known before its last byte. Resumable sessions would take parts in ord
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from warmcast.manifests.checksum import combine, to_hex
 from warmcast.manifests.deadline import Deadline
@@ -72,24 +72,10 @@ def complete(
         whole = combine(whole, part.crc32c, part.size)
     if whole != crc32c:
         raise IntegrityError(store.where(key), expected=to_hex(crc32c), found=to_hex(whole))
-    folder = _folder(token)
-    level = [(f"{folder}{part.index:06d}", part.tag) for part in parts]
     written = False
     try:
         if store.head(key, deadline) is None:
-            if store.head(f"{folder}{_BEGUN}", deadline) is None:
-                raise NotFound(store.where(key), expected="the upload that was begun", found="none")
-            depth = 0
-            while len(level) > _MOST:
-                depth += 1
-                groups = [level[i : i + _MOST] for i in range(0, len(level), _MOST)]
-                names = [f"{folder}c{depth}-{i:06d}" for i in range(len(groups))]
-                with ThreadPoolExecutor(_AT_ONCE, "warmcast-compose") as pool:
-                    made = partial(store.compose, deadline=deadline, generation=None)
-                    tags = list(pool.map(made, groups, names))
-                etags = [str(tag["generation"]) for tag in tags]
-                level = list(zip(names, etags, strict=True))
-            composed = store.compose(level, key, deadline=deadline, generation=0)
+            composed = _compose(store, token, parts, key, deadline)
             size = sum(part.size for part in parts)
             store.check_written(key, size, crc32c, deadline, composed)
             written = True
@@ -99,6 +85,26 @@ def complete(
             raise
     abort(store, token, deadline)
     return written
+
+
+def _compose(
+    store: GcsStore, token: str, parts: Sequence[Part], key: str, deadline: Deadline
+) -> Mapping[str, Any]:
+    """Compose the object, by way of others where there are many parts; what the server says."""
+    folder = _folder(token)
+    if store.head(f"{folder}{_BEGUN}", deadline) is None:
+        raise NotFound(store.where(key), expected="the upload that was begun", found="none")
+    level = [(f"{folder}{part.index:06d}", part.tag) for part in parts]
+    depth = 0
+    while len(level) > _MOST:
+        depth += 1
+        groups = [level[i : i + _MOST] for i in range(0, len(level), _MOST)]
+        names = [f"{folder}c{depth}-{i:06d}" for i in range(len(groups))]
+        with ThreadPoolExecutor(_AT_ONCE, "warmcast-compose") as pool:
+            made = partial(store.compose, deadline=deadline, generation=None)
+            etags = [str(found["generation"]) for found in pool.map(made, groups, names)]
+        level = list(zip(names, etags, strict=True))
+    return store.compose(level, key, deadline=deadline, generation=0)
 
 
 def abort(store: GcsStore, token: str, deadline: Deadline) -> None:
