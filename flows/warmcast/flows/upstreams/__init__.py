@@ -63,10 +63,12 @@ class Upstream(Protocol):
         """Give back connections and processes."""
 
 
-_EXTRAS = {"file": "flows", "gs": "flows,gcs", "hf": "flows", "s3": "flows,s3"}
+_EXTRAS = {"gs": "flows,gcs", "s3": "flows,s3"}
 _UPSTREAMS = {
     "file": "warmcast.flows.upstreams.folder:open_folder",
     "hf": "warmcast.flows.upstreams.hf:HfUpstream",
+    "http": "warmcast.flows.upstreams.https:HttpsUpstream",
+    "https": "warmcast.flows.upstreams.https:HttpsUpstream",
 }
 
 
@@ -97,7 +99,7 @@ def open_upstream(source: str | Path, deadline: Deadline | None = None) -> Upstr
             f"source {scheme}://",
             expected=f"the package {cause.name!r}",
             found="it is not installed",
-            do=f"pip install 'warmcast[{_EXTRAS[scheme]}]'",
+            do=f"pip install 'warmcast[{_EXTRAS.get(scheme, 'flows')}]'",
         ) from cause
     return upstream
 

@@ -66,7 +66,7 @@ def answer_error(where: str, response: BaseHTTPResponse, *, do: str) -> Warmcast
     if status in (401, 403, 407):
         return SourceRefused(where, expected="permission", found=status, do=do)
     if status in (404, 410):
-        return NotFound(where, expected="a file", found="none")
+        return NotFound(where, expected="to be there", found=status)
     if status == 412:
         return PreconditionFailed(where, expected="the version that was listed", found="another")
     return SourceError(where, expected="success", found=status)

@@ -19,6 +19,8 @@ from warmcast.manifests.errors import UsageError
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CACHE_PREFIX = "models--"
+_DISTRIBUTED = ".metadata"
+"""What begins with a dot is passed over, but for a distributed checkpoint's own."""
 
 
 def open_folder(source: str | Path, deadline: Deadline) -> FolderUpstream:  # noqa: ARG001
@@ -81,7 +83,7 @@ class FolderUpstream:
             ) from cause
         for entry in entries:
             path = f"{prefix}{entry.name}"
-            if entry.name.startswith("."):
+            if entry.name.startswith(".") and entry.name != _DISTRIBUTED:
                 continue
             if entry.is_dir():
                 real = os.path.realpath(entry.path)

@@ -25,6 +25,7 @@ from warmcast.flows.upstreams import UpstreamFile
 from warmcast.flows.upstreams.failures import explained
 from warmcast.flows.upstreams.hub_api import HubApi, HubFile, XetAccess
 from warmcast.flows.upstreams.listing import listing
+from warmcast.flows.upstreams.locks import held
 from warmcast.flows.upstreams.options import endpoint, flag, parse_options, seconds
 from warmcast.flows.upstreams.remote import RemoteReader
 from warmcast.flows.upstreams.xet import Xet
@@ -88,6 +89,8 @@ class HfUpstream:
 
     def reader(self, file: UpstreamFile, deadline: Deadline) -> ObjectReader:
         """A file of the listing, to read ranges of it."""
+        if not self._listed:
+            self.files(deadline)
         listed = self._listed.get(file.path)
         if listed is None or (listed.size, listed.blob) != (file.size, file.version):
             raise SourceError(f"{self.name}/{file.path}", expected="a file that is listed")
@@ -183,20 +186,17 @@ class _SmallReader:
         self._remote.close()
 
     def _whole(self, deadline: Deadline) -> bytes:
-        if not self._lock.acquire(timeout=min(deadline.remaining(), threading.TIMEOUT_MAX)):
-            deadline.check(f"waiting for {self._where}")
-        try:
+        with held(self._lock, deadline, f"reading {self._where}"):
             if self._data is None:
                 data = bytearray(self.size)
                 self._remote.read_into(0, memoryview(data), deadline)
                 self._data = self._checked(bytes(data))
             return self._data
-        finally:
-            self._lock.release()
 
     def _checked(self, data: bytes) -> bytes:
-        kind = hashlib.sha1 if len(self._blob) == 40 else hashlib.sha256
-        found = kind(b"blob %d\0" % len(data) + data).hexdigest()
+        kind = "sha1" if len(self._blob) == 40 else "sha256"
+        blob = b"blob %d\0" % len(data) + data
+        found = hashlib.new(kind, blob, usedforsecurity=False).hexdigest()
         if found != self._blob:
             raise SourceError(
                 self._where,

@@ -19,6 +19,7 @@ from urllib3 import BaseHTTPResponse
 
 from warmcast.flows.errors import SourceError
 from warmcast.flows.upstreams.failures import explained, persist
+from warmcast.flows.upstreams.locks import held
 from warmcast.flows.upstreams.spool import Spool
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import PreconditionFailed, WarmcastError
@@ -181,15 +182,10 @@ class RemoteReader:
         """Where the bytes are; whoever finds it out does so for all."""
         if (location := self._location) is not None:
             return location
-        if not self._lock.acquire(timeout=min(deadline.remaining(), threading.TIMEOUT_MAX)):
-            deadline.check(f"waiting for where {self._where} is")
-            raise Transient(self._where, "not found in time")
-        try:
+        with held(self._lock, deadline, f"looking for {self._where}"):
             if self._location is None:
                 self._location = persist(self._where, deadline, lambda: self._find(deadline))
             return self._location
-        finally:
-            self._lock.release()
 
     def _forget(self, location: Location) -> None:
         with self._lock:

@@ -18,6 +18,7 @@ from urllib3 import BaseHTTPResponse
 
 from warmcast.flows.errors import SourceChanged, WorkFolderFull
 from warmcast.flows.progress import nbytes_text
+from warmcast.flows.upstreams.locks import held
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.stores.http import Attempts, Transient, read_into
 
@@ -46,13 +47,8 @@ class Spool:
         """Fill ``view`` from ``offset``; both are within the file."""
         end = offset + len(view)
         if self._done < end:
-            if not self._lock.acquire(timeout=min(deadline.remaining(), threading.TIMEOUT_MAX)):
-                deadline.check(f"waiting for {self._where}")
-                raise Transient(self._where, "no bytes in time")
-            try:
+            with held(self._lock, deadline, f"reading {self._where}"):
                 self._fetch(end, deadline)
-            finally:
-                self._lock.release()
         done = 0
         while done < len(view):
             done += os.preadv(self._file.fileno(), [view[done:]], offset + done)

@@ -2,7 +2,7 @@
 
 hf_xet runs in a process of its own (:mod:`xet_child`). Whoever waits ``patience`` seconds without
 a byte ends it; that, and every failure, turns Xet off for the rest of the deploy, and what is
-missing is read over HTTPS. It needs hf_xet 1.4 or later, which reads ranges.
+missing is read over HTTPS. So does a hf_xet that is too old to read ranges.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from collections.abc import Callable
 from warmcast.flows.errors import SourceError
 from warmcast.flows.upstreams import xet_child
 from warmcast.flows.upstreams.hub_api import XetAccess
+from warmcast.flows.upstreams.locks import held
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import WarmcastError, one_line
 
@@ -87,8 +88,9 @@ class Xet:
         return done
 
     def close(self) -> None:
-        """End the child."""
+        """End the child, and read nothing that way any more."""
         with self._lock:
+            self.failure = self.failure or "it was closed"
             child, self._child = self._child, None
             control, self._control = self._control, None
         if control is not None:
@@ -101,7 +103,7 @@ class Xet:
         self, xet_hash: str, size: int, start: int, end: int, deadline: Deadline
     ) -> int | None:
         """Ask the child for a range; the pipe that it comes through, None if Xet is off."""
-        with self._lock:
+        with held(self._lock, deadline, f"reading {self._name} through Xet"):
             if self.failure:
                 return None
             access = self._fresh(deadline)
