@@ -173,7 +173,7 @@ def convert_weights(
         request.options,
         index=request.index,
         tie_embeddings=request.tie_embeddings,
-        adapter=request.adapter and request.adapter.for_child(),
+        adapter=request.adapter.for_child() if request.adapter else None,
         deadline=deadline,
         tick=tick,
     )
