@@ -158,7 +158,7 @@ def test_debug_shows_the_traceback(capsys):
     [("5GB", 5 * 10**9), ("5 gb", 5 * 10**9), ("1.5KiB", 1536), ("77", 77), ("2M", 2 * 10**6)],
 )
 def test_sizes(text, nbytes):
-    from warmcast.flows.cli import parse_size
+    from warmcast.flows.config import parse_size
 
     assert parse_size(text, "--size") == nbytes
 

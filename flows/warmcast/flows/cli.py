@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
+from warmcast.flows.errors import DeployError
 from warmcast.flows.progress import for_terminal, nbytes_text, printable
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import UsageError, WarmcastError
 from warmcast.manifests.manifest import Manifest, parse_manifest
 from warmcast.manifests.origin import Origin
 
-if TYPE_CHECKING:
-    from warmcast.flows.steps.publish import Signing
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.I)
 _ROWS = 40
 _MANIFEST_LIMIT = 1 << 30
 
@@ -37,19 +33,58 @@ Seconds = Annotated[
 
 
 def deploy(
-    source: Annotated[str, typer.Argument(help="A folder in a Hugging Face repository's layout.")],
-    ref: Annotated[str, typer.Option("--ref", help="What to point at it: model@name.")],
+    what: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="A folder in a Hugging Face repository's layout, or a URL of hf://, s3://, gs:// "
+            "or https://; with --file, models of the file (all without)."
+        ),
+    ] = None,
+    ref: Annotated[
+        list[str] | None,
+        typer.Option("--ref", help="What to point at it: model@name; may be repeated."),
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option("--file", "-f", help="A file that names models: warmcast.yaml."),
+    ] = None,
     origin: OriginUrl = "",
     revision: Annotated[
-        str | None, typer.Option(help="The upstream's revision, where the folder does not tell.")
+        str | None, typer.Option(help="The upstream's revision, where its name does not tell.")
+    ] = None,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(help="Deploy only files that match: a pattern as in .gitignore; repeatable."),
+    ] = None,
+    ignore: Annotated[
+        list[str] | None, typer.Option(help="Leave out files that match; may be repeated.")
     ] = None,
     mesh: Annotated[
         list[Path] | None,
         typer.Option(help="A JSON file of a mesh to lay tensors out for; may be repeated."),
     ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Cast floats to bfloat16, float16 or float32.")
+    ] = None,
+    keep_dtype: Annotated[
+        list[str] | None, typer.Option(help="Tensors that --dtype leaves; may be repeated.")
+    ] = None,
+    shard_by: Annotated[
+        str, typer.Option(help="What converted files are cut by: size, or layer.")
+    ] = "size",
     max_shard_size: Annotated[
         str, typer.Option(help="The most tensors that a converted file holds.")
     ] = "5GB",
+    dequantise: Annotated[
+        bool, typer.Option("--dequantise", help="Turn GGUF's quantised tensors into floats.")
+    ] = False,
+    merge: Annotated[
+        Path | None,
+        typer.Option(help="A file of rules to merge tensor-parallel shards by."),
+    ] = None,
+    base: Annotated[
+        str | None, typer.Option(help="What a LoRA adapter is merged into: a folder, URL or ref.")
+    ] = None,
     work: Annotated[
         Path | None, typer.Option(help="A folder with space for converted files.")
     ] = None,
@@ -67,50 +102,41 @@ def deploy(
         Path | None, typer.Option(help="The public key of --sign-command, in PEM.")
     ] = None,
     flow: Annotated[bool, typer.Option("--flow", help="Run as a Prefect flow.")] = False,
+    dask: Annotated[
+        str | None, typer.Option(help="With --flow: the Dask scheduler whose workers transfer.")
+    ] = None,
     deadline: Seconds = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write what was done to this file.")
     ] = None,
 ) -> None:
-    """Turn a checkpoint into a verified deployment, and point a ref at it."""
-    meshes = [_read_mesh(path) for path in mesh or ()]
-    shard_nbytes = parse_size(max_shard_size, "--max-shard-size")
-    check_origin(origin)
-    signing = _signing(sign_key, sign_command, sign_public_key)
-    if signing is not None and flow:
-        raise UsageError("--flow", expected="no --sign-... with it", found="one")
+    """Turn checkpoints into verified deployments, and point refs at them."""
+    from warmcast.flows.deploy_cli import Flags, How, deploy_file, deploy_one
+
+    flags = Flags(
+        ref=tuple(ref or ()), revision=revision, allow=tuple(allow or ()),
+        ignore=tuple(ignore or ()), mesh=tuple(mesh or ()), dtype=dtype,
+        keep_dtype=tuple(keep_dtype or ()), shard_by=shard_by, max_shard_size=max_shard_size,
+        dequantise=dequantise, merge=merge, base=base, sign_key=sign_key,
+        sign_command=sign_command, sign_public_key=sign_public_key,
+    )  # fmt: skip
     if json_file is not None and not json_file.parent.is_dir():
         raise UsageError(f"--json {json_file}", expected="a file in a folder", found="no folder")
+    if dask is not None and not flow:
+        raise UsageError("--dask", expected="--flow with it", found="none")
+    how = How(origin, work, repair, deadline, flow, dask)
     with ended_by_sigterm():
-        if flow:
-            record = _run_flow(
-                source, origin, ref, revision=revision, meshes=meshes,
-                max_shard_nbytes=shard_nbytes, work=str(work) if work else None, repair=repair,
-                deadline_s=deadline,
-            )  # fmt: skip
+        if file is not None:
+            record = deploy_file(file, what or [], flags, how)
         else:
-            from warmcast.flows.convert.options import ConvertOptions
-            from warmcast.flows.run import deploy as run
-            from warmcast.flows.steps.meshes import parse_mesh
-
-            record = run(
-                source,
-                origin,
-                ref,
-                revision=revision,
-                meshes=[
-                    parse_mesh(m, f"mesh {p}") for m, p in zip(meshes, mesh or (), strict=True)
-                ],
-                convert=ConvertOptions(max_shard_nbytes=shard_nbytes),
-                work=work,
-                repair=repair,
-                signing=signing,
-                deadline=deadline_of(deadline),
-                progress=for_terminal(),
-            ).record()
+            record = deploy_one(what or [], flags, how)
     if json_file is not None:
         json_file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     print(record["summary"])
+    if record.get("failed"):
+        raise DeployError(
+            "deploy", expected="every model deployed", found=f"{', '.join(record['failed'])} failed"
+        )
 
 
 def inspect(
@@ -159,47 +185,6 @@ def verify(
     )
 
 
-def _signing(
-    sign_key: Path | None, sign_command: str | None, public_key: Path | None
-) -> Signing | None:
-    """How to sign, from the options that say so."""
-    if sign_key is None and sign_command is None:
-        return None
-    if sign_key is not None and sign_command is not None:
-        raise UsageError("--sign-key", expected="no --sign-command with it", found="one")
-    from warmcast.flows.steps.publish import Signing
-    from warmcast.manifests.trust import PublicKey, command_signer, key_signer
-
-    try:
-        if sign_key is not None:
-            return Signing(key_signer(sign_key), PublicKey.read(sign_key))
-        words = shlex.split(sign_command or "")
-        if not words or public_key is None:
-            raise UsageError("--sign-command", expected="a command, and --sign-public-key")
-        return Signing(command_signer(words), PublicKey.read(public_key))
-    except ModuleNotFoundError as cause:
-        raise UsageError(
-            "--sign-key",
-            expected=f"the package {cause.name!r}",
-            found="it is not installed",
-            do="pip install 'warmcast[trust]'",
-        ) from cause
-
-
-def _run_flow(source: str, origin: str, ref: str, **options: Any) -> dict[str, Any]:
-    try:
-        from warmcast.flows.deploy import deploy_flow
-    except ModuleNotFoundError as cause:
-        raise UsageError(
-            "--flow",
-            expected=f"the package {cause.name!r}",
-            found="it is not installed",
-            do="pip install 'warmcast[flows]'",
-        ) from cause
-    record: dict[str, Any] = deploy_flow(source, origin, ref, **options)
-    return record
-
-
 def manifest_of(target: str, origin: str, deadline: Deadline) -> Manifest:
     """The manifest that a ref, a digest or a file names."""
     path = Path(target)
@@ -231,30 +216,6 @@ def deadline_of(seconds: float | None) -> Deadline:
     if not seconds > 0:
         raise UsageError("--deadline", expected="more than 0 seconds", found=seconds)
     return Deadline.after(seconds)
-
-
-def parse_size(text: str, option: str) -> int:
-    """Bytes of ``5GB`` (1e9 bytes each), ``5GiB`` (2**30) or ``5000000000``.
-
-    Raises :class:`UsageError`, naming the option.
-    """
-    match = _SIZE.fullmatch(text.strip())
-    if match is None or not (size := _scaled(*match.groups())):
-        raise UsageError(option, expected="a size such as 5GB", found=repr(text))
-    return size
-
-
-def _scaled(number: str, unit: str, binary: str) -> int:
-    return int(float(number) * (1024 if binary else 1000) ** " kmgt".index(unit.lower() or " "))
-
-
-def _read_mesh(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as cause:
-        raise UsageError(f"--mesh {path}", expected="a JSON file", found=cause.strerror) from None
-    except (ValueError, RecursionError) as cause:
-        raise UsageError(f"--mesh {path}", expected="JSON", found=str(cause)) from None
 
 
 @contextmanager
