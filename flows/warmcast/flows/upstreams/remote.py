@@ -23,12 +23,13 @@ from warmcast.flows.upstreams.locks import held
 from warmcast.flows.upstreams.spool import Spool
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import PreconditionFailed, WarmcastError
-from warmcast.manifests.stores.http import Http, Transient
+from warmcast.manifests.stores.http import Http, Transient, read_all
 from warmcast.manifests.stores.ranges import read_range
 
 _REDIRECTS = (301, 302, 303, 307, 308)
 _MOST_REDIRECTS = 5
 _MOVED = (400, 401, 403, 404, 410)  # how signed URLs that have expired are refused
+_MOST_DRAINED = 1 << 16  # bytes that are read to keep a connection
 _TOTAL = re.compile(r"bytes 0-0/(\d+)")
 
 Headers = Callable[[str], Mapping[str, str]]
@@ -79,9 +80,13 @@ def followed(
     for _ in range(_MOST_REDIRECTS + 1):
         with http.open(method, url, deadline, headers=headers(url)) as response:
             passing(response)
+            if method == "HEAD":
+                read_all(response, 0, deadline, where)  # else the connection would be closed
             if response.status not in _REDIRECTS:
                 yield url, response
                 return
+            if _is_short(response):
+                read_all(response, _MOST_DRAINED, deadline, where)
             url = _redirected(where, url, response.headers.get("Location", ""))
     raise SourceError(where, expected=f"{_MOST_REDIRECTS} redirects at most", found="more")
 
@@ -209,6 +214,8 @@ class RemoteReader:
                 raise self._error_of(url, response)
             check_encoding(self._where, response)
             self._check_size(response)
+            if response.status == 206:
+                read_all(response, 1, deadline, self._where)
             return Location(url, response.status == 206, url != self._url)
 
     def _check_size(self, response: BaseHTTPResponse) -> None:
@@ -256,6 +263,12 @@ def size_of(response: BaseHTTPResponse) -> int | None:
         return int(match[1]) if match else None
     text = response.headers.get("Content-Length", "")
     return int(text) if text.isascii() and text.isdigit() else None
+
+
+def _is_short(response: BaseHTTPResponse) -> bool:
+    """Whether reading an answer to its end is cheaper than another connection."""
+    size = size_of(response)
+    return size is not None and size <= _MOST_DRAINED
 
 
 def check_encoding(where: str, response: BaseHTTPResponse) -> None:

@@ -42,6 +42,7 @@ _CHUNK = 1 << 18  # bytes between two looks at the clock
 _TRIES = 5
 _FIRST_PAUSE = 0.1
 _LONGEST_PAUSE = 5.0
+_NAP = 0.5  # seconds between two looks at the deadline, while there is nothing else to do
 
 
 class Transient(StoreUnreachable):
@@ -91,10 +92,15 @@ class Attempts:
         pause = max(random.uniform(0, longest), failure.retry_after or 0)  # noqa: S311
         if pause >= self._deadline.remaining():
             raise self._late(failure) from failure
-        if self._cancelled is None:
-            time.sleep(pause)
-        elif self._cancelled.wait(pause):
-            raise Cancelled(self._what)
+        if self._cancelled is not None:
+            if self._cancelled.wait(pause):
+                raise Cancelled(self._what)
+            return
+        end = time.monotonic() + pause
+        while (left := end - time.monotonic()) > 0:
+            if self._deadline.expired:  # it may be taken back
+                raise self._late(failure) from failure
+            time.sleep(min(left, _NAP))
 
     def _late(self, failure: Transient) -> DeadlineExceeded:
         return DeadlineExceeded(
