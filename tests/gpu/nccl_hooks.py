@@ -49,6 +49,7 @@ def left(device: torch.device) -> dict[str, Any]:
         for thread in threading.enumerate():
             if thread.name == name:
                 thread.join(20)
+    torch.cuda.empty_cache()  # what a load before had is torch's to use again, and nobody's loss
     free, total = torch.cuda.mem_get_info(device)
     return {
         "threads": len(list(Path("/proc/self/task").iterdir())),

@@ -124,6 +124,11 @@ def kept_by_nccl(stage: Stage, moment: str) -> int:
     return 3 if stage.transport == "nccl" and moment == "creating" else 0
 
 
+def go_on_again(worker: Worker) -> None:
+    worker.signal(signal.SIGCONT)
+    worker.go_on()
+
+
 def waits_for_the_stopped(stage: Stage, moment: str, fault: str) -> bool:
     """Whether everything came, so that the receiver's communicator is closed rather than aborted:
     NCCL (2.28) then waits for the sender's process to go on, or to die.
@@ -150,13 +155,13 @@ def test_sender(stage: Stage, moment: str, fault: str) -> None:
         sender.go_on()
     right(stage, receiver.end())
     right(stage, receiver.load(PATIENT))
-    if waits_for_the_stopped(stage, moment, fault):
-        sender.signal(signal.SIGCONT)
+    waiting = waits_for_the_stopped(stage, moment, fault)
+    if waiting:
+        go_on_again(sender)
     receiver.ask("close")
     nothing_left(receiver, before, kept_by_nccl(stage, moment))
-    if fault == "stop":
-        sender.signal(signal.SIGCONT)
-        sender.go_on()
+    if fault == "stop" and not waiting:
+        go_on_again(sender)
     if fault != "kill":
         assert sender.ask("weights") == stage.scene.weights
 

@@ -1,8 +1,8 @@
 """Checks on the GPU at its memory's speed: CRC32C by a kernel of our own, samples in one launch.
 
-The kernels (``crc32c.cu``) are compiled by NVRTC when a process first needs them, through
-cuda-core, tried on a few bytes, and kept for the process. :func:`available` tells whether that
-works here; where it does not, the bytes are checked on the CPU (see :mod:`verify`).
+The kernels (``crc32c.cu``) are compiled by NVRTC when a process first needs them, tried on a few
+bytes, and kept for the process. :func:`available` tells whether that works here; where it does not,
+the bytes are checked on the CPU (see :mod:`verify`).
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from importlib.resources import files
 from operator import attrgetter
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from warmcast.loader.containers import host_view
+from warmcast.loader.cuda_context import current
+from warmcast.loader.cuda_kernels import Kernel, compiled, most_shared
 from warmcast.manifests import sampling
 from warmcast.manifests.checksum import crc32c, multiply, power_of_x
 
@@ -40,10 +41,10 @@ _FIRST_BATCH = 256
 class _Kernels:
     """The compiled kernels of one GPU, and the constants that they read, on that GPU."""
 
-    listing: Any
-    segments: Any
-    buffers: Any
-    gather: Any
+    listing: Kernel
+    segments: Kernel
+    buffers: Kernel
+    gather: Kernel
     shared: int
     blocks: int
     constants: Tensor
@@ -90,15 +91,15 @@ def _start(kernels: _Kernels, data: Sequence[Tensor]) -> Callable[[], list[int]]
     batches = list(_batches(len(data)))
     # Of each batch two counters, and two words a tensor; then the results.
     host = _pinned(8 * sum(2 + 2 * (end - begin) for begin, end in batches) + 4 * len(data))
-    launch = _launcher()
+    stream = torch.cuda.current_stream(device)
     used = 0
     for begin, end in batches:
         table = host[used : used + 8 * (2 + 2 * (end - begin))]
-        _start_batch(kernels, launch, data[begin:end], table, crcs[begin:end])
+        _start_batch(kernels, stream.cuda_stream, data[begin:end], table, crcs[begin:end])
         used += len(table)
     result = host[used:]
     result.copy_(crcs.view(torch.uint8), non_blocking=True)
-    done = torch.cuda.current_stream(device).record_event()
+    done = stream.record_event()
 
     def wait() -> list[int]:
         done.synchronize()
@@ -118,7 +119,7 @@ def _batches(count: int) -> Iterator[tuple[int, int]]:
 
 def _start_batch(
     kernels: _Kernels,
-    launch: Callable[..., None],
+    stream: int,
     data: Sequence[Tensor],
     table: Tensor,
     crcs: Tensor,
@@ -136,10 +137,11 @@ def _start_batch(
     batch[: len(table)].copy_(table, non_blocking=True)
     about = (batch.data_ptr(), count, capacity)
     constants, found = kernels.constants.data_ptr(), crcs.data_ptr()
-    launch(kernels.listing, (count, 128, 0), *about, found)
-    blocks = min(capacity, kernels.blocks)
-    launch(kernels.segments, (blocks, _LANES, kernels.shared), *about, constants)
-    launch(kernels.buffers, (-(-capacity * 32 // 256), 256, 0), *about, constants, found)
+    kernels.listing.launch(count, 128, *about, found, stream=stream)
+    blocks, shared = min(capacity, kernels.blocks), kernels.shared
+    kernels.segments.launch(blocks, _LANES, *about, constants, shared=shared, stream=stream)
+    blocks = -(-capacity * 32 // 256)
+    kernels.buffers.launch(blocks, 256, *about, constants, found, stream=stream)
 
 
 def samples(rows: Sequence[tuple[str, int, Tensor]]) -> list[bytes]:
@@ -164,17 +166,13 @@ def samples(rows: Sequence[tuple[str, int, Tensor]]) -> list[bytes]:
     on_device = given.to(device, non_blocking=True)
     out = torch.empty(len(rows) * stride, dtype=torch.uint8, device=device)
     begin = on_device.data_ptr()
-    _launcher()(
-        kernels.gather,
-        (len(rows), 128, 0),
-        begin,
-        begin + table.itemsize * len(table),
-        out.data_ptr(),
-        stride,
-    )
+    stream = torch.cuda.current_stream(device)
+    end = begin + table.itemsize * len(table)
+    gathered = out.data_ptr()
+    kernels.gather.launch(len(rows), 128, begin, end, gathered, stride, stream=stream.cuda_stream)
     host = _pinned(out.numel())
     host.copy_(out, non_blocking=True)
-    torch.cuda.current_stream(device).synchronize()
+    stream.synchronize()
     whole = bytes(host_view(host))
     return [
         whole[begin : begin + nbytes]
@@ -188,29 +186,6 @@ _NBYTES = attrgetter("nbytes")
 def _pinned(nbytes: int) -> Tensor:
     """Pinned memory, from the pool that torch keeps for the process."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-
-
-def _launcher() -> Callable[..., None]:
-    """What launches a kernel on the current stream: kernel, shape, arguments of 64 bits.
-
-    A shape is blocks, threads a block and bytes of dynamic shared memory.
-    """
-    from cuda.core import Stream, launch
-
-    stream = Stream.from_handle(torch.cuda.current_stream().cuda_stream)
-
-    def start(kernel: Any, shape: tuple[int, int, int], *arguments: int) -> None:
-        launch(stream, _config(shape), kernel, *arguments)
-
-    return start
-
-
-@lru_cache(maxsize=1024)
-def _config(shape: tuple[int, int, int]) -> Any:
-    from cuda.core import LaunchConfig
-
-    blocks, threads, shared = shape
-    return LaunchConfig(grid=blocks, block=threads, shmem_size=shared)
 
 
 def _needed(device: torch.device) -> _Kernels:
@@ -238,35 +213,16 @@ def _compiled(device: torch.device) -> _Kernels | None:
 
 
 def _compile(device: torch.device) -> _Kernels:
-    from cuda.bindings import driver
-    from cuda.core import Device, Program, ProgramOptions
-
-    with torch.cuda.device(device):
-        torch.cuda.current_stream().synchronize()  # makes torch's context the current one
-        gpu = Device(device.index)
-        gpu.set_current()
-        properties = torch.cuda.get_device_properties(device)
-        room = gpu.properties.max_shared_memory_per_block_optin
+    with current(device):
+        room = most_shared(device)
         copies = next(n for n in (32, 16, 8) if 4096 * n + 1024 <= room)
         source = files("warmcast.loader").joinpath("crc32c.cu").read_text(encoding="utf-8")
-        options = ProgramOptions(
-            std="c++17",
-            arch=f"sm_{properties.major}{properties.minor}",
-            define_macro=[
-                ("COPIES", str(copies)),
-                ("SEGMENT", str(_SEGMENT)),
-                ("SAMPLES", str(sampling.SAMPLES)),
-            ],
-        )
         names = ("crc32c_list", "crc32c_segments", "crc32c_buffers", "gather")
-        code = Program(source, code_type="c++", options=options).compile("cubin")
-        listing, segments, buffers, gather = (code.get_kernel(name) for name in names)
+        macros = {"COPIES": copies, "SEGMENT": _SEGMENT, "SAMPLES": sampling.SAMPLES}
+        listing, segments, buffers, gather = compiled(source, names, device, macros)
         shared = 4096 * copies
-        # More than 48 KiB has to be asked for, and cuda-core (1.2) only reads this attribute.
-        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        (error,) = driver.cuKernelSetAttribute(attribute, shared, segments.handle, device.index)
-        if error != driver.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"{shared} bytes of shared memory: {error!r}")
+        segments.allow_shared(shared)
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
         kernels = _Kernels(
             listing,
             segments,
@@ -274,7 +230,7 @@ def _compile(device: torch.device) -> _Kernels:
             gather,
             shared,
             # One is left for the samples, which would have to wait for the others to be free.
-            max(1, properties.multi_processor_count - 1),
+            max(1, processors - 1),
             torch.tensor(_constants(), dtype=torch.int64).to(torch.int32).to(device),
         )
         _try(kernels)

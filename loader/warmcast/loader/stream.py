@@ -28,7 +28,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from warmcast.loader import dma
+from warmcast.loader import dma, driver
 from warmcast.loader.combs import Comb
 from warmcast.loader.containers import flat_bytes, host_view
 from warmcast.loader.cuda_context import current
@@ -379,7 +379,7 @@ def _send(combs: Sequence[Comb], slot: Slot, begin: int, length: int, stream: in
                 error = error or copy(comb.address + to, source + at, width, stream)
             else:
                 dma.copy_rows(comb.address + to, source + at, width, pitch, rows, stream)
-    dma.check("cuMemcpyHtoDAsync", error)
+    driver.check("cuMemcpyHtoDAsync", error)
     slot.copying(stream)
 
 

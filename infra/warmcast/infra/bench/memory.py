@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from warmcast.loader import cuda_checks
+from warmcast.loader.cuda_context import current
+from warmcast.loader.cuda_kernels import compiled
 
 REPEAT = 9
 """Times that a figure is measured, after a first time that does not count; their median stands."""
@@ -66,20 +68,15 @@ def copy_speed(memory: Tensor) -> float:
 
 
 def _kernel(words: Tensor) -> Callable[[], None]:
-    from cuda.core import Device, LaunchConfig, Program, ProgramOptions, Stream, launch
-
-    index = words.device.index
-    Device(index).set_current()
-    major, minor = torch.cuda.get_device_capability(index)
-    options = ProgramOptions(std="c++17", arch=f"sm_{major}{minor}")
-    kernel = Program(_READ, code_type="c++", options=options).compile("cubin").get_kernel("read")
-    stream = Stream.from_handle(torch.cuda.current_stream(index).cuda_stream)
+    with current(words.device):
+        (kernel,) = compiled(_READ, ["read"], words.device)
+    stream = torch.cuda.current_stream(words.device).cuda_stream
     blocks, threads = _GRID
-    config = LaunchConfig(grid=blocks, block=threads)
     out = torch.zeros(1, dtype=torch.int32, device=words.device)
 
     def read() -> None:
-        launch(stream, config, kernel, words.data_ptr(), words.nbytes // 16, out.data_ptr())
+        groups = words.nbytes // 16
+        kernel.launch(blocks, threads, words.data_ptr(), groups, out.data_ptr(), stream=stream)
 
     return read
 
