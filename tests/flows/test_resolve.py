@@ -56,6 +56,17 @@ def index(source, weight_map, name="model.safetensors.index.json"):
         (["weights.pth", "rng_state_0.pth"], ["weights.pth"]),
         (["a.bin", "1_Dense/pytorch_model.bin"], ["a.bin"]),
         (["a.pt", "openvino_model.bin"], ["a.pt"]),
+        (["a.safetensors", "a.gguf", ".metadata", "__0_0.distcp"], ["a.safetensors"]),
+        (
+            [".metadata", "__0_0.distcp", "__1_0.distcp", "common.pt"],
+            [
+                ".metadata",
+                "__0_0.distcp",
+                "__1_0.distcp",
+            ],
+        ),
+        (["a.gguf", "imatrix.dat"], ["a.gguf"]),
+        (["x-00001-of-00002.gguf", "x-00002-of-00002.gguf"], None),
     ],
 )
 def test_choice(plan, paths, weights):
@@ -99,7 +110,14 @@ def test_links_of_the_hub_cache_are_followed(tmp_path, deadline):
     [
         ([], NoWeights, r"expected \.safetensors.*found config\.json, tokenizer\.json"),
         (["deep/model.safetensors"], NoWeights, "top folder"),
-        (["model.gguf"], NoWeights, r"model\.gguf"),
+        (["model.onnx"], NoWeights, r"model\.onnx"),
+        (["a.gguf", "b.gguf"], AmbiguousWeights, "a.gguf, b.gguf"),
+        ([".metadata", "x/__0_0.distcp"], NoWeights, "top folder"),
+        (
+            ["x/.metadata", "x/__0_0.distcp", "y/.metadata", "y/__0_0.distcp"],
+            AmbiguousWeights,
+            "one distributed checkpoint",
+        ),
         (["a.safetensors", "b.safetensors"], AmbiguousWeights, "a.safetensors, b.safetensors"),
         (["a.pt", "b.bin"], AmbiguousWeights, "a.pt, b.bin|b.bin, a.pt"),
         (["x-00001-of-00003.bin", "x-00003-of-00003.bin"], MissingShard, "x-00002-of-00003.bin"),
