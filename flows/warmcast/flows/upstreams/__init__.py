@@ -66,9 +66,11 @@ class Upstream(Protocol):
 _EXTRAS = {"gs": "flows,gcs", "s3": "flows,s3"}
 _UPSTREAMS = {
     "file": "warmcast.flows.upstreams.folder:open_folder",
+    "gs": "warmcast.flows.upstreams.gs:open_gs",
     "hf": "warmcast.flows.upstreams.hf:HfUpstream",
     "http": "warmcast.flows.upstreams.https:HttpsUpstream",
     "https": "warmcast.flows.upstreams.https:HttpsUpstream",
+    "s3": "warmcast.flows.upstreams.s3:open_s3",
 }
 
 

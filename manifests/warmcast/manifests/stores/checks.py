@@ -47,11 +47,16 @@ def check_prefix(prefix: str) -> None:
         check_key(f"{prefix}_")
 
 
-def parse_bucket(url: str, scheme: str) -> tuple[str, str]:
+def parse_bucket(url: str, scheme: str, *, any_key: bool = False) -> tuple[str, str]:
     """The bucket of ``scheme://bucket/prefix``, and the prefix with the ``/`` after it, or empty.
 
-    Raises :class:`UsageError` for a URL of another form.
+    ``any_key`` takes prefixes that are no keys of ours. Raises :class:`UsageError` for a URL of
+    another form.
     """
+    if any_key:  # '?' and '#' may be part of it
+        bucket, _, rest = url.removeprefix(f"{scheme}://").partition("/")
+        prefix = rest.strip("/")
+        return _checked_bucket(url, scheme, bucket), f"{prefix}/" if prefix else ""
     parts = urlsplit(url)
     prefix = parts.path.strip("/")
     if parts.scheme != scheme or not parts.netloc or "@" in parts.netloc or parts.query:
@@ -59,6 +64,12 @@ def parse_bucket(url: str, scheme: str) -> tuple[str, str]:
     if prefix:
         check_key(prefix)
     return parts.netloc, f"{prefix}/" if prefix else ""
+
+
+def _checked_bucket(url: str, scheme: str, bucket: str) -> str:
+    if not url.startswith(f"{scheme}://") or not is_key_part(bucket) or "@" in bucket:
+        raise UsageError("bucket", expected=f"{scheme}://bucket/prefix", found=repr(url))
+    return bucket
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ from warmcast.manifests.stores.checks import (
     parse_bucket,
     pieces,
 )
-from warmcast.manifests.stores.gcs_access import Access
+from warmcast.manifests.stores.gcs_access import Access, GcsAccess
 from warmcast.manifests.stores.gcs_session import Call, Session, running
 from warmcast.manifests.stores.gcs_upload import cancel_all, upload_resumably
 from warmcast.manifests.stores.http import Http, Transient, read_all
@@ -63,20 +63,33 @@ _LISTED = "items(name,size,generation,crc32c,timeCreated),nextPageToken"
 class GcsStore:
     """An :class:`ObjectStore` in a bucket. Safe between threads; not across a fork."""
 
-    def __init__(self, url: str, *, part_size: int = PART) -> None:
-        """``part_size`` (bytes) is rounded down to a multiple of 256 KiB, as the protocol asks."""
-        self._bucket_name, self._prefix = parse_bucket(url, "gs")
+    def __init__(
+        self,
+        url: str,
+        *,
+        part_size: int = PART,
+        access: GcsAccess | None = None,
+        any_key: bool = False,
+    ) -> None:
+        """``part_size`` (bytes) is rounded down to a multiple of 256 KiB, as the protocol asks.
+
+        ``any_key`` takes the objects of others, whose names need be no keys of ours.
+        """
+        access = access or GcsAccess()
+        self._any_key = any_key
+        self._bucket_name, self._prefix = parse_bucket(url, "gs", any_key=any_key)
         self.url = f"gs://{self._bucket_name}/{self._prefix}".rstrip("/")
         self.part_size = part_size
         self.page_size: int | None = None
         """Objects that one request lists; None for as many as the server gives."""
         self.http = Http(None)
-        self._access = Access(self.http)
+        self._access = Access(self.http, access)
         # Requests are authorized by us, who can do it under a deadline.
         self._client = Client(
             project=None,
             credentials=AnonymousCredentials(),  # type: ignore[no-untyped-call]
             _http=Session(self.http),
+            client_options={"api_endpoint": access.endpoint} if access.endpoint else None,
         )
         self._bucket = self._client.bucket(self._bucket_name)
         endpoint = self._client.api_endpoint.rstrip("/")
@@ -237,7 +250,7 @@ class GcsStore:
 
     def name(self, key: str) -> str:
         """A key as the bucket knows it."""
-        check_key(key)
+        self._check(key)
         return self._prefix + key
 
     def where(self, key: str) -> str:
@@ -333,6 +346,10 @@ class GcsStore:
 
     # Requests
 
+    def _check(self, key: str) -> None:
+        if not self._any_key:
+            check_key(key)
+
     def _listed(self, prefix: str, deadline: Deadline) -> Iterator[tuple[str, Blob]]:
         check_prefix(prefix)
         page: dict[str, str | None] = {"page_token": None}
@@ -341,7 +358,7 @@ class GcsStore:
             for blob in blobs:
                 key = blob.name.removeprefix(self._prefix)
                 with suppress(UsageError):  # what others put there under names that are no keys
-                    check_key(key)
+                    self._check(key)
                     yield key, blob
             if token is None:
                 return

@@ -35,13 +35,31 @@ _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 _LIMIT = 1 << 20  # bytes of an answer about a token
 
 
+@dataclass(frozen=True, slots=True)
+class GcsAccess:
+    """Where the server is and who asks, where that is not as Google's libraries find it.
+
+    ``credentials`` is a file. A server at ``http://`` is one on this machine, and gets none.
+    """
+
+    endpoint: str | None = None
+    credentials: str | None = None
+    anonymous: bool = False
+
+
 class Access:
     """What authorizes requests. Safe between threads; one of them renews a token for all."""
 
-    def __init__(self, http: Http) -> None:
-        self.anonymous = bool(os.environ.get("STORAGE_EMULATOR_HOST")) or _is_true(
-            "CLOUDSDK_AUTH_DISABLE_CREDENTIALS"
+    def __init__(self, http: Http, access: GcsAccess) -> None:
+        emulated = (
+            access.endpoint.startswith("http:")
+            if access.endpoint
+            else bool(os.environ.get("STORAGE_EMULATOR_HOST"))
         )
+        self.anonymous = (
+            emulated or access.anonymous or _is_true("CLOUDSDK_AUTH_DISABLE_CREDENTIALS")
+        )
+        self._file = access.credentials
         self._http = http
         self._direct = Http(None, 2, direct=True)  # the metadata server is behind no proxy
         self._lock = threading.Lock()
@@ -86,7 +104,7 @@ class Access:
 
     def _find(self, where: str, deadline: Deadline) -> Credentials:
         """The credentials of this process; they have no token yet."""
-        named = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
+        named = self._file or os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
         path = Path(named) if named else _login_file()
         if named or path.is_file():
             return _from_file(where, path, _Requests(self._http, deadline))

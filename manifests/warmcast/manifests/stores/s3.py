@@ -22,6 +22,7 @@ from io import BytesIO
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import botocore.session
+from botocore import UNSIGNED
 from botocore.awsrequest import AWSPreparedRequest, AWSResponse
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
@@ -73,6 +74,16 @@ class _Running:
 _running: ContextVar[_Running] = ContextVar("running")
 
 
+@dataclass(frozen=True, slots=True)
+class S3Access:
+    """Where the server is and who asks, where that is not as boto3 finds it."""
+
+    endpoint: str | None = None
+    profile: str | None = None
+    region: str | None = None
+    anonymous: bool = False
+
+
 class _RetriedPreconditionFailed(PreconditionFailed):
     """A condition did not hold when it was tried again: it may have been our own first attempt."""
 
@@ -90,14 +101,31 @@ class _Received:
 class S3Store:
     """An :class:`ObjectStore` in a bucket. Safe between threads; not across a fork."""
 
-    def __init__(self, url: str, *, part_size: int = PART) -> None:
-        """``part_size`` (bytes) may be changed where a server's limits ask for it."""
-        self.bucket, self.prefix = parse_bucket(url, "s3")
+    def __init__(
+        self,
+        url: str,
+        *,
+        part_size: int = PART,
+        access: S3Access | None = None,
+        any_key: bool = False,
+    ) -> None:
+        """``part_size`` (bytes) may be changed where a server's limits ask for it.
+
+        ``any_key`` takes the objects of others, whose names need be no keys of ours.
+        """
+        self._any_key = any_key
+        self.bucket, self.prefix = parse_bucket(url, "s3", any_key=any_key)
         self.url = f"s3://{self.bucket}/{self.prefix}".rstrip("/")
         self.part_size = part_size
-        session = botocore.session.get_session()
-        self.http = Http(session.get_config_variable("ca_bundle"))
-        self.client = _client(session, self._send)
+        access = access or S3Access()
+        try:
+            session = botocore.session.Session(profile=access.profile)
+            self.http = Http(session.get_config_variable("ca_bundle"))
+            self.client = _client(session, access, self._send)
+        except (BotoCoreError, ValueError) as cause:
+            raise UsageError(
+                self.url, expected="settings that boto3 takes", found=str(cause)
+            ) from cause
         self.unfinished: set[tuple[str, str]] = set()
         """Uploads in parts, as key and upload id, that were neither completed nor aborted."""
 
@@ -244,7 +272,7 @@ class S3Store:
             for entry in answer.get("Contents", ()):
                 key = entry["Key"].removeprefix(self.prefix)
                 with suppress(UsageError):  # what others put there under names that are no keys
-                    check_key(key)
+                    self._check(key)
                     found.append(ObjectInfo(key, entry["Size"], entry["ETag"]))
             if not answer.get("IsTruncated"):
                 break
@@ -266,7 +294,7 @@ class S3Store:
 
     def name(self, key: str) -> str:
         """A key as the bucket knows it."""
-        check_key(key)
+        self._check(key)
         return self.prefix + key
 
     def where(self, key: str) -> str:
@@ -327,6 +355,10 @@ class S3Store:
 
     # Requests
 
+    def _check(self, key: str) -> None:
+        if not self._any_key:
+            check_key(key)
+
     def _send(self, request: AWSPreparedRequest, **_: Any) -> AWSResponse:
         """Send what botocore has signed, in botocore's stead."""
         running = _running.get()
@@ -374,11 +406,15 @@ class S3Store:
         )
 
 
-def _client(session: botocore.session.Session, send: Callable[..., AWSResponse]) -> S3Client:
+def _client(
+    session: botocore.session.Session, access: S3Access, send: Callable[..., AWSResponse]
+) -> S3Client:
     client = session.create_client(
         "s3",
+        region_name=access.region,
+        endpoint_url=access.endpoint,
         config=Config(
-            signature_version="s3v4",
+            signature_version=UNSIGNED if access.anonymous else "s3v4",
             # Checksums are sent where they are named; a default one would be taken twice.
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
