@@ -186,7 +186,7 @@ class HttpsUpstream:
         ) as (_, response):
             if response.status in (400, 403, 405, 501):
                 return None
-            empty = response.status == 416 and response.headers.get("Content-Range") == "bytes */0"
+            empty = response.status == 416  # it has no first byte
             if response.status not in (200, 206) and not empty:
                 raise answer_error(where, response, do=_CHECK)
             check_encoding(where, response)

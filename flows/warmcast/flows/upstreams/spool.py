@@ -106,7 +106,7 @@ class Spool:
                 place = self._done + written
                 written += os.pwrite(self._file.fileno(), piece[written:], place)
         except OSError as cause:
-            if cause.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if cause.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
             raise WorkFolderFull(
                 tempfile.gettempdir(),
