@@ -24,11 +24,11 @@ from warmcast.flows.steps.convert import (
     needs_conversion,
     recorded_conversion,
 )
-from warmcast.flows.steps.known import Known
+from warmcast.flows.steps.known import Known, Recalling
 from warmcast.flows.steps.meshes import MeshRequest
 from warmcast.flows.steps.resolve import Plan, resolve
 from warmcast.flows.steps.shards import FOLDER
-from warmcast.flows.upstreams import Upstream, UpstreamFile, open_upstream
+from warmcast.flows.upstreams import UpstreamFile, open_upstream
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import NotFound
 from warmcast.manifests.manifest import Manifest
@@ -132,28 +132,28 @@ def plan_job(job: Job, origin_url: str, deadline: Deadline) -> ModelPlan:
     """
     upstream = open_upstream(job.source, deadline)
     try:
-        plan = resolve(upstream, deadline, allow=job.allow, ignore=job.ignore)
         with Origin.open(origin_url) as origin:
-            return _planned(job, upstream, plan, origin, deadline)
+            recalling = Recalling(upstream, Known(origin, upstream.name), job.allow, job.ignore)
+            plan = resolve(recalling, deadline, convert=job.convert.options())
+            return _planned(job, recalling, plan, origin, deadline)
     finally:
         upstream.close()
 
 
 def _planned(
     job: Job,
-    upstream: Upstream,
+    upstream: Recalling,
     plan: Plan,
     origin: Origin,
     deadline: Deadline,
 ) -> ModelPlan:
     options = job.convert.options()
     converting = needs_conversion(plan.format, options)
-    known = Known(origin, upstream.name)
     weights = {file.path for file in plan.weights}
     ticker = Ticker(deadline, lambda _: None)
 
     def recall(file: UpstreamFile) -> str | None:
-        found = known.recall(file, deadline, weights=file.path in weights)
+        found = upstream.recall(file, deadline, weights=file.path in weights)
         return found.file.sha256 if found is not None else None
 
     converted, record = None, None
@@ -189,7 +189,7 @@ def _planned(
         perhaps_nbytes=sum(file.size for file in perhaps),
         converted=converted,
         meshes=tuple(map(_mesh, job.requests())),
-        notes=plan.left_out,
+        notes=(*upstream.notes, *plan.left_out),
         refs=tuple(
             _ref(origin, ref, then, new, (upstream.name, revision), job.requests(), deadline)
             for ref in job.refs

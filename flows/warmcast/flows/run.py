@@ -25,6 +25,7 @@ from warmcast.flows.local import LocalFile
 from warmcast.flows.progress import Halved, Progress, Silent, nbytes_text
 from warmcast.flows.runner import InProcess, Runner, Ticker
 from warmcast.flows.steps.convert import (
+    AdapterFiles,
     ConversionRecord,
     Request,
     conversion_key,
@@ -33,6 +34,7 @@ from warmcast.flows.steps.convert import (
     record_conversion,
     recorded_conversion,
 )
+from warmcast.flows.steps.errand import Errand
 from warmcast.flows.steps.fetch import fetch
 from warmcast.flows.steps.journal import Pace
 from warmcast.flows.steps.known import Known, KnownFile, Recalling
@@ -50,7 +52,8 @@ from warmcast.flows.steps.weights import (
     metadata_ties,
     read_headers,
 )
-from warmcast.flows.upstreams import Upstream, UpstreamFile, open_upstream, read_small
+from warmcast.flows.upstreams import Upstream, UpstreamFile, read_small
+from warmcast.flows.upstreams.overlay import open_source
 from warmcast.flows.workfolder import WorkFolder
 from warmcast.manifests.checksum import crc32c, to_hex
 from warmcast.manifests.deadline import Deadline
@@ -212,12 +215,12 @@ def _attempt(
     with (
         Origin.open(origin_url) as origin,
         WorkFolder(work) as folder,
-        closing(open_upstream(source, deadline)) as opened,
+        closing(open_source(source, convert.base, origin, deadline)) as opened,
     ):
         known = Known(origin, opened.name)
         upstream = Recalling(opened, known, allow, ignore, reread=ticker if repair else None)
         job = _Job(
-            origin, upstream, folder, convert, repair, deadline, progress, ticker,
+            str(source), origin, upstream, folder, convert, repair, deadline, progress, ticker,
             runner(ticker), pace, Lanes(pace.lanes),
         )  # fmt: skip
         with _changed(upstream):
@@ -228,6 +231,7 @@ def _attempt(
 class _Job:
     """What the steps of one deploy have in common."""
 
+    source: str
     origin: Origin
     upstream: Recalling
     folder: WorkFolder
@@ -251,7 +255,9 @@ class _Job:
         """The steps, one after the other."""
         origin, upstream, deadline = self.origin, self.upstream, self.deadline
         before = origin.ref(target, deadline)
-        plan = self.runner.call("resolve", lambda: resolve(upstream, deadline))
+        plan = self.runner.call(
+            "resolve", lambda: resolve(upstream, deadline, convert=self.convert)
+        )
         config = _config(upstream, plan.others, deadline)
         others, known = self.to_mirror(plan.others)
         weights = self.weights(plan, config)
@@ -322,9 +328,14 @@ class _Job:
             return list(pool.map(read, files))
 
     def _converted(self, plan: Plan, config: Mapping[str, Any]) -> _Weights:
-        known = {file.path: file.sha256 for file in plan.weights if file.sha256 is not None}
-        files = self._brought(plan.weights, known)
-        request = Request(plan.format, files, self.convert, plan.index, config)
+        sources = (*plan.weights, *(plan.adapter.files if plan.adapter else ()))
+        here = {file.path: self.upstream.local(file, self.deadline) for file in sources}
+        elsewhere = [file for file in sources if here[file.path] is None]
+        known = self.upstream.digests(elsewhere, self.deadline)
+        if len(known) < len(sources):
+            here |= self._fetched(elsewhere, known)
+            elsewhere = []
+        request = self._request(plan, here, config)
         with self.progress.stage("read what is converted", request.nbytes):
             key = conversion_key(request, self.ticker, known)
         recorded = recorded_conversion(
@@ -335,6 +346,9 @@ class _Job:
                 tied=recorded.tied, notes=recorded.left_out, config=recorded.config,
                 recorded=recorded,
             )  # fmt: skip
+        if elsewhere:
+            here |= self._fetched(elsewhere, known)
+            request = self._request(plan, here, config)
         with self.progress.stage("convert", request.nbytes):
             converted = convert_weights(
                 request, self.folder, deadline=self.deadline, tick=self.ticker
@@ -345,21 +359,36 @@ class _Job:
             converted.config, key,
         )  # fmt: skip
 
-    def _brought(
+    def _request(
+        self, plan: Plan, here: Mapping[str, LocalFile | None], config: Mapping[str, Any]
+    ) -> Request:
+        """What is to be converted; of files that are not here yet, their names alone."""
+
+        def files(wanted: Sequence[UpstreamFile]) -> tuple[LocalFile, ...]:
+            return tuple(here[f.path] or LocalFile(f.path, Path(), f.size, 0, 0) for f in wanted)
+
+        adapter = plan.adapter and AdapterFiles(
+            plan.adapter.format, files(plan.adapter.files), plan.adapter.config
+        )
+        return Request(
+            plan.format, files(plan.weights), self.convert, plan.index, config, adapter
+        )  # fmt: skip
+
+    def _fetched(
         self, files: Sequence[UpstreamFile], known: dict[str, str]
-    ) -> tuple[LocalFile, ...]:
-        """Files on this machine; those that had to be fetched are added to ``known``."""
-        here = {file.path: self.upstream.local(file, self.deadline) for file in files}
-        elsewhere = [file for file in files if here[file.path] is None]
-        if elsewhere:
-            with self.progress.stage("fetch", sum(file.size for file in elsewhere)):
-                fetched = fetch(
-                    self.upstream, elsewhere, self.folder, self.lanes, self.pace, self.deadline,
-                    self.ticker,
-                )  # fmt: skip
-            here |= {item.file.path: item.file for item in fetched}
-            known |= {item.file.path: item.sha256 for item in fetched}
-        return tuple(file for file in here.values() if file is not None)
+    ) -> dict[str, LocalFile]:
+        """Files brought to this machine; their SHA-256s are added to ``known``, and remembered."""
+        if not files:
+            return {}
+        with self.progress.stage("fetch", sum(file.size for file in files)):
+            fetched = fetch(
+                self.upstream, files, self.folder, self.lanes, self.pace, self.deadline,
+                self.ticker,
+            )  # fmt: skip
+        for file, item in zip(files, fetched, strict=True):
+            known[file.path] = item.sha256
+            self.upstream.remember_digest(file, item.sha256, self.deadline)
+        return {item.file.path: item.file for item in fetched}
 
     def mirror(
         self, weights: _Weights, others: Sequence[LocalFile | UpstreamFile]
@@ -373,6 +402,7 @@ class _Job:
                 lambda file: self._mirror(file, weights.headers.get(file.path), tick),
                 files,
                 lambda file: file.path,
+                lambda file: self._errand(file, weights.headers.get(file.path)),
             )
         if weights.key is not None:
             converted = mirrored[: len(weights.files)]
@@ -385,6 +415,21 @@ class _Job:
             )
             record_conversion(self.origin, weights.key, record, self.deadline)
         return mirrored
+
+    def _errand(self, file: LocalFile | UpstreamFile, header: Header | None) -> Errand | None:
+        """The same for another machine, if it can have the file."""
+        if isinstance(file, LocalFile):
+            return None
+        return Errand(
+            source=self.source,
+            revision=self.upstream.revision,
+            origin=self.origin.url,
+            file=file,
+            tensors=() if header is None else header.tensors,
+            metadata=None if header is None else header.metadata,
+            pace=self.pace,
+            repair=self.repair,
+        )
 
     def _mirror(
         self,

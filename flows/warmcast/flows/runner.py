@@ -9,10 +9,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import WarmcastError
+
+if TYPE_CHECKING:
+    from warmcast.flows.steps.errand import Errand
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -28,11 +31,18 @@ class Runner(Protocol):
         """Run a step and return what it returns."""
 
     def map(
-        self, step: str, function: Callable[[T], R], items: Sequence[T], label: Callable[[T], str]
+        self,
+        step: str,
+        function: Callable[[T], R],
+        items: Sequence[T],
+        label: Callable[[T], str],
+        errand: Callable[[T], Errand | None] | None = None,
     ) -> list[R]:
         """Run a step for each item, some at once; results in the order of the items.
 
         The first error is raised when no call is running any more. ``label`` names an item.
+        ``errand`` tells of an item what another machine needs to do the same; None where only
+        this one can.
         """
 
 
@@ -92,6 +102,7 @@ class InProcess:
         function: Callable[[T], R],
         items: Sequence[T],
         label: Callable[[T], str],
+        errand: Callable[[T], Errand | None] | None = None,
     ) -> list[R]:
         """Call the function for each item in a few threads."""
         guarded = self._ticker.guarded(function)
