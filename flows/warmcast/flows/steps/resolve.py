@@ -66,7 +66,7 @@ class AdapterPlan:
     """An adapter to merge: its weights, their format, and its parsed ``adapter_config.json``."""
 
     format: Format
-    weights: tuple[UpstreamFile, ...]
+    files: tuple[UpstreamFile, ...]
     config: Mapping[str, Any]
 
 
