@@ -85,13 +85,16 @@ class ChunkStream(Generic[T]):
         checked: Callable[[int, memoryview], T],
         ordered: Callable[[int, memoryview, T], None],
         stored: Callable[[int, memoryview, T, Deadline], None],
+        settled: Callable[[Deadline], None] = lambda _: None,
     ) -> None:
+        """``settled`` is called after a chunk is done, before its connection begins another."""
         self._reader = reader
         self._chunk = chunk_nbytes
         self._lanes = lanes
         self._ended = threading.Event()
         self._deadline = Revocable(deadline.at, self._ended)
-        self._checked, self._ordered, self._stored = checked, ordered, stored
+        self._checked, self._ordered = checked, ordered
+        self._stored, self._settled = stored, settled
         self._changed = threading.Condition()
         self._waiting: dict[int, tuple[memoryview, T]] = {}
         self._first = 0  # of those that are yet to be ordered
@@ -161,6 +164,7 @@ class ChunkStream(Generic[T]):
                 self._stored(index, view, made, self._deadline)
                 if ordered:
                     self._wait(lambda index=index: self._first > index)  # type: ignore[misc]
+            self._settled(self._deadline)
 
     def _order(self, last: int) -> None:
         while self._first <= last:

@@ -332,7 +332,7 @@ class _Job:
         here = {file.path: self.upstream.local(file, self.deadline) for file in sources}
         elsewhere = [file for file in sources if here[file.path] is None]
         known = self.upstream.digests(elsewhere, self.deadline)
-        if len(known) < len(sources):
+        if len(known) < len(elsewhere):
             here |= self._fetched(elsewhere, known)
             elsewhere = []
         request = self._request(plan, here, config)
@@ -367,9 +367,11 @@ class _Job:
         def files(wanted: Sequence[UpstreamFile]) -> tuple[LocalFile, ...]:
             return tuple(here[f.path] or LocalFile(f.path, Path(), f.size, 0, 0) for f in wanted)
 
-        adapter = plan.adapter and AdapterFiles(
-            plan.adapter.format, files(plan.adapter.files), plan.adapter.config
-        )
+        adapter = None
+        if plan.adapter is not None:
+            adapter = AdapterFiles(
+                plan.adapter.format, files(plan.adapter.files), plan.adapter.config
+            )
         return Request(
             plan.format, files(plan.weights), self.convert, plan.index, config, adapter
         )  # fmt: skip

@@ -41,7 +41,7 @@ from warmcast.manifests.stores import ObjectStore, Part
 FOLDER = "transfers/"
 _LIMIT = 1 << 27
 _LONGEST_PAUSE = 1.0
-_SHARE = 9  # seconds of rest for each second that a write took
+_LOOK = 0.1  # seconds between two looks at whether a transfer has ended
 _RELEASE = 5.0  # seconds that giving up may take
 
 
@@ -110,7 +110,8 @@ class Lease:
         self._key = key
         self._journal = journal
         self._etag = etag
-        self._wake = threading.Event()
+        self._changed = threading.Condition()
+        self._asked = self._written = 0
         self._stopping = False
         self._thread: threading.Thread | None = None
 
@@ -130,7 +131,7 @@ class Lease:
         pace: Pace,
         deadline: Deadline,
     ) -> None:
-        """Write ``state()`` whenever :meth:`changed` was called, and every beat at least.
+        """Write ``state()`` whenever :meth:`settle` is called, and every beat at least.
 
         ``lost`` is called, once, with :class:`Fenced` or the store's error, if that fails.
         """
@@ -138,26 +139,35 @@ class Lease:
         def work() -> None:
             try:
                 while True:
-                    self._wake.wait(pace.beat)
-                    if self._stopping:
-                        return
-                    self._wake.clear()
-                    began = time.monotonic()
+                    with self._changed:
+                        if self._asked == self._written and not self._stopping:
+                            self._changed.wait(pace.beat)
+                        if self._stopping:
+                            return
+                        asked = self._asked
                     self._write(state(), self._journal.owner, deadline)
-                    rest = min(_SHARE * (time.monotonic() - began), pace.beat)
-                    if not self._stopping:
-                        time.sleep(rest)
+                    with self._changed:
+                        self._written = asked
+                        self._changed.notify_all()
             except BaseException as error:  # noqa: BLE001 raised by the transfer
                 lost(error)
 
-        self._state = state
         self._stopping = False
         self._thread = threading.Thread(target=work, name="warmcast-journal")
         self._thread.start()
 
-    def changed(self) -> None:
-        """There is something new to write."""
-        self._wake.set()
+    def settle(self, deadline: Deadline) -> None:
+        """Return when the journal tells of all that was done before this call.
+
+        Several calls at once wait for one write.
+        """
+        with self._changed:
+            self._asked += 1
+            mine = self._asked
+            self._changed.notify_all()
+            while self._written < mine:
+                deadline.check("writing a journal")
+                self._changed.wait(min(_LOOK, deadline.remaining()))
 
     def write(self, state: Done, deadline: Deadline) -> None:
         """Write the journal now; not while it is kept."""
@@ -166,8 +176,9 @@ class Lease:
     def stop(self) -> None:
         """Keep the journal no longer."""
         if self._thread is not None:
-            self._stopping = True
-            self._wake.set()
+            with self._changed:
+                self._stopping = True
+                self._changed.notify_all()
             self._thread.join()
             self._thread = None
 

@@ -28,7 +28,7 @@ from warmcast.manifests.canonical import digest
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import InvalidData
 from warmcast.manifests.header import Header, HeaderTensor
-from warmcast.manifests.manifest import FileEntry, Record, TensorEntry, parse_record
+from warmcast.manifests.manifest import FileEntry, Record, Sha256, TensorEntry, parse_record
 from warmcast.manifests.origin import Origin
 from warmcast.manifests.stores import ObjectReader
 
@@ -130,6 +130,22 @@ class Known:
             if not self.origin.put_record(_KIND, key, value, deadline):
                 self._mend(key, value, deadline)
 
+    def digest(self, file: UpstreamFile, deadline: Deadline) -> str | None:
+        """The SHA-256 of a file's bytes, if it is published or was found when it was fetched."""
+        if file.sha256 is not None:
+            return file.sha256
+        key = self._named(file, "fetched")
+        value = None if key is None else self.origin.record(_KIND, key, deadline)
+        with suppress(InvalidData):
+            return None if value is None else parse_record(_Fetched, value, f"{key}").sha256
+        return None
+
+    def remember_digest(self, file: UpstreamFile, sha256: str, deadline: Deadline) -> None:
+        """Keep the SHA-256 of a file that was fetched."""
+        key = self._named(file, "fetched")
+        if file.sha256 is None and key is not None:
+            self.origin.put_record(_KIND, key, {"sha256": sha256}, deadline)
+
     def _mend(self, key: str, value: object, deadline: Deadline) -> None:
         """Replace a record that is damaged, which would be in the way for ever."""
         with suppress(InvalidData):
@@ -142,11 +158,15 @@ class Known:
         """The key of what the upstream tells of a file; None if that is too little."""
         if file.sha256 is not None:
             return _content(file.sha256, file.size, weights=weights)
+        return self._named(file, _kind(weights=weights))
+
+    def _named(self, file: UpstreamFile, kind: str) -> str | None:
+        """The key of what the upstream calls this version; None if it does not tell any."""
         if not file.version and file.crc32c is None:
             return None
         return digest(
             {
-                "kind": _kind(weights=weights),
+                "kind": kind,
                 "upstream": self.upstream,
                 "path": file.path,
                 "size": file.size,
@@ -154,6 +174,10 @@ class Known:
                 "crc32c": file.crc32c,
             }
         )
+
+
+class _Fetched(Record):
+    sha256: Sha256
 
 
 def _content(sha256: str, size: int, *, weights: bool) -> str:
@@ -247,6 +271,15 @@ class Recalling:
     ) -> None:
         """See :meth:`Known.remember`."""
         self._known.remember(file, measured, deadline, metadata=metadata)
+
+    def digests(self, files: Sequence[UpstreamFile], deadline: Deadline) -> dict[str, str]:
+        """The SHA-256 of those files of which it is known, by their paths."""
+        found = {file.path: self._known.digest(file, deadline) for file in files}
+        return {path: sha256 for path, sha256 in found.items() if sha256 is not None}
+
+    def remember_digest(self, file: UpstreamFile, sha256: str, deadline: Deadline) -> None:
+        """See :meth:`Known.remember_digest`."""
+        self._known.remember_digest(file, sha256, deadline)
 
 
 class _Held:

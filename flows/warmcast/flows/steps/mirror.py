@@ -99,6 +99,10 @@ def stream_file(
 ) -> Mirrored:
     """Put a file that lies elsewhere into the origin; see :func:`transfer`."""
     origin, pace = shared.origin, shared.pace
+
+    def has(entry: FileEntry) -> bool:
+        return has_blob(origin, entry, deadline, reread=tick if shared.repair else None)
+
     if file.sha256 is not None:
         measured = _measure_blob(shared, file, tensors, deadline, tick)
         if measured is not None:
@@ -108,14 +112,14 @@ def stream_file(
     if file.size > min(_SMALL, pace.chunk_nbytes):
         done = transfer(
             origin, shared.upstream, file, tensors, shared.lanes, pace, deadline, tick,
-            recall=recall, remember=remember,
+            has=has, recall=recall, remember=remember,
         )  # fmt: skip
         return Mirrored(done.measured, done.moved)
     measured, data = _read_whole(shared, file, tensors, deadline)
     check_published(file, measured)
     tick(file.size)
     entry = measured.file
-    if has_blob(origin, entry, deadline, reread=tick if shared.repair else None):
+    if has(entry):
         moved = False
         tick(entry.size)
     else:

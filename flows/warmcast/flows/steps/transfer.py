@@ -6,10 +6,10 @@ passes. Before the blob is visible, the whole is held to what the upstream publi
 is its SHA-256, which may be known last: see :meth:`ObjectStore.begin_parts`.
 
 What was done stands in a journal (:mod:`journal`), so that a transfer goes on where it was killed,
-on this machine or another, and that of many who want the same file one transfers it. After a kill
-at most a chunk a connection moves again, and what the journal was not told yet: it rests nine times
-as long as its last write took. Where the SHA-256's state cannot be kept (see :mod:`sha256`), bytes
-before are read again, but not sent.
+on this machine or another, and that of many who want the same file one transfers it. A connection
+begins a chunk when the journal tells of its last one: after a kill at most a chunk a connection
+moves again. Where the SHA-256's state cannot be kept (see :mod:`sha256`), what was sent is read
+again, but not sent again.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from warmcast.manifests.canonical import digest
 from warmcast.manifests.checksum import combine, from_hex, to_hex
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import IntegrityError, InvalidData, NotFound, StoreError
+from warmcast.manifests.manifest import FileEntry
 from warmcast.manifests.origin import Origin, blob_key
 from warmcast.manifests.stores import ObjectReader
 
@@ -74,13 +75,15 @@ def transfer(
     deadline: Deadline,
     tick: Callable[[int], None],
     *,
+    has: Callable[[FileEntry], bool],
     recall: Callable[[], Measured | None],
     remember: Callable[[Measured], None],
 ) -> Transferred:
     """Put a file of an upstream into the origin, once for all who want it at the same time.
 
-    ``recall`` tells what the origin knows of the file if it has its blob, ``remember`` has the
-    origin know. ``tick`` is told each byte twice (read; sent), and called with 0 now and then.
+    ``has`` tells whether the origin has a blob, and a right one; ``recall`` what the origin knows
+    of the file if it has its blob; ``remember`` has the origin know. ``tick`` is told each byte
+    twice (read; sent), and called with 0 now and then.
     Raises :class:`IntegrityError` for bytes that are not what is published of them,
     :class:`SourceChanged`, and what the store and the upstream raise; what was sent is kept for
     who comes next, unless it was wrong.
@@ -100,7 +103,7 @@ def transfer(
             reader = upstream.reader(file, deadline)
             try:
                 measured = _Transfer(
-                    origin, file, tensors, reader, lease, lanes, pace, deadline, tick
+                    origin, file, tensors, reader, lease, lanes, pace, deadline, tick, has
                 ).run()
             finally:
                 reader.close()
@@ -131,8 +134,9 @@ class _Transfer:
         pace: Pace,
         deadline: Deadline,
         tick: Callable[[int], None],
+        has: Callable[[FileEntry], bool],
     ) -> None:
-        self._origin = origin
+        self._has = has
         self._store = origin.store
         self._file = file
         self._tensors = tensors
@@ -157,6 +161,7 @@ class _Transfer:
                     return self._go_on()
                 except NotFound:  # what was begun has been taken away since
                     self._lease.stop()
+                    self._store.abort_parts(found.token, self._deadline)
             self._begin(Done(None, (), None))
             return self._go_on()
         except IntegrityError:
@@ -205,18 +210,15 @@ class _Transfer:
             checked=self._check,
             ordered=self._order,
             stored=self._send,
+            settled=self._lease.settle,
         )
         self._lease.keep(self._done, stream.end, self._pace, self._deadline)
         stream.run(left, first, self._pace.connections, self._tick)
         measured = self._measuring.measured()
         check_published(file, measured)
         entry = measured.file
-        info = self._origin.blob_info(entry.sha256, self._deadline)
-        if info is not None and (info.size, info.crc32c or from_hex(entry.crc32c)) != (
-            entry.size,
-            from_hex(entry.crc32c),
-        ):
-            # A blob of other bytes than its name says is worth nothing.
+        if not self._has(entry):
+            # A blob of other bytes than its name says is worth nothing, and would stay.
             self._store.delete(blob_key(entry.sha256), self._deadline)
         parts = [self._parts[index] for index in range(self._count)]
         self._store.complete_parts(
@@ -246,7 +248,6 @@ class _Transfer:
         with self._lock:
             if progressed is not None:
                 self._progressed = progressed
-        self._lease.changed()
 
     def _send(self, index: int, view: memoryview, pieces: list[Piece], deadline: Deadline) -> None:
         if index in self._parts or self._token is None:
@@ -256,7 +257,6 @@ class _Transfer:
         )
         with self._lock:
             self._parts[index] = part
-        self._lease.changed()
         self._tick(len(view))
 
     def _done(self) -> Done:
