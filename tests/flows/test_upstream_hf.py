@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -16,7 +17,7 @@ from warmcast.flows.errors import (
     SourceRefused,
     SourceUnreachable,
 )
-from warmcast.flows.upstreams import open_upstream, read_small
+from warmcast.flows.upstreams import open_upstream, pinned, read_small
 from warmcast.flows.upstreams.hf import HfUpstream
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import DeadlineExceeded, UsageError
@@ -115,6 +116,21 @@ class TestListing:
             later = opened(f"hf://{REPO}@{revision}")
             assert later.revision == second
             assert read(later, "config.json", deadline) == b'{"a": 1}'
+
+    def test_a_source_can_be_held_to_its_commit(self, hub, opened):
+        first = hub.repos[REPO].names["main"]
+        for source in (f"hf://{REPO}?xet=no", f"hf://{REPO}@main?xet=no"):
+            assert pinned(source, first) == f"hf://{REPO}@{first}?xet=no"
+        hub.commit(REPO, {"config.json": b"[]"})
+        assert opened(pinned(f"hf://{REPO}", first)).revision == first
+        assert pinned("/a/folder", first) == "/a/folder"
+        assert pinned("s3://bucket/prefix", "") == "s3://bucket/prefix"
+
+    def test_offline(self, hub, opened, monkeypatch):
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        with pytest.raises(UsageError, match="HF_HUB_OFFLINE"):
+            opened()
+        assert hub.requests == []
 
     def test_a_version_stays_over_commits_that_do_not_change_the_file(self, hub, opened, deadline):
         before = {file.path: file.version for file in opened().files(deadline)}
@@ -303,6 +319,26 @@ class TestTokens:
         hub.tokens = {"another"}
         monkeypatch.setenv("HF_TOKEN", "another")
         assert read(upstream, "model.safetensors", deadline) == WEIGHTS
+
+    def test_every_reader_takes_the_renewed_one(self, hub, opened, monkeypatch, deadline):
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        upstream = opened()
+        file = named(upstream, "model.safetensors", deadline)
+        readers = [upstream.reader(file, deadline) for _ in range(6)]
+        refused = threading.Barrier(6)
+
+        def together(exchange):
+            refused.wait(30)
+            fault.answer("401 Unauthorized")(exchange)
+
+        hub.fail(b"GET", *[together] * 6)
+        hub.tokens = {"another"}
+        monkeypatch.setenv("HF_TOKEN", "another")
+        with ThreadPoolExecutor(6) as pool:
+            for _ in pool.map(
+                lambda r: r.read_into(0, memoryview(bytearray(9)), deadline), readers
+            ):
+                pass
 
     def test_a_gated_repository(self, hub, opened, monkeypatch, deadline):
         monkeypatch.setenv("HF_TOKEN", TOKEN)

@@ -106,6 +106,14 @@ def open_upstream(source: str | Path, deadline: Deadline | None = None) -> Upstr
     return upstream
 
 
+def pinned(source: str | Path, revision: str) -> str | Path:
+    """A source that names a revision where the upstream knows revisions; else the source."""
+    if not revision or not isinstance(source, str) or not source.lower().startswith("hf://"):
+        return source
+    place, question, options = source.partition("?")
+    return f"{place.partition('@')[0]}@{revision}{question}{options}"
+
+
 def read_small(upstream: Upstream, file: UpstreamFile, limit: int, deadline: Deadline) -> bytes:
     """A small file's bytes; :class:`SourceError` if it holds more than ``limit``."""
     if file.size > limit:

@@ -28,7 +28,7 @@ from warmcast.flows.upstreams.listing import listing
 from warmcast.flows.upstreams.locks import held
 from warmcast.flows.upstreams.options import endpoint, flag, parse_options, seconds
 from warmcast.flows.upstreams.remote import RemoteReader
-from warmcast.flows.upstreams.xet import Xet
+from warmcast.flows.upstreams.xet import ON, Xet
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import PreconditionFailed, UsageError
 from warmcast.manifests.stores import ObjectReader
@@ -54,6 +54,8 @@ class HfUpstream:
         """``http`` is closed with the upstream; ``xet_from``: bytes of the files read by Xet."""
         repo, revision, options = _parse(source)
         self.name = f"hf://{repo}"
+        if os.environ.get("HF_HUB_OFFLINE", "").upper() in ON:
+            raise UsageError(self.name, expected="to be asked for", found="HF_HUB_OFFLINE is set")
         hub = options.get("endpoint") or os.environ.get("HF_ENDPOINT") or _HUB
         patience = seconds(self.name, options, "xet_patience", _PATIENCE)
         xet = flag(self.name, options, "xet", default=True) and Xet.installed()

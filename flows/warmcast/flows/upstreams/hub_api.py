@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -73,6 +74,7 @@ class HubApi:
         self._repo = repo
         self._find_token = token
         self._token = token()
+        self._sent = threading.local()
 
     def commit(self, revision: str, deadline: Deadline) -> str:
         """The commit that a branch, a tag or a commit names.
@@ -119,6 +121,7 @@ class HubApi:
         """The headers that the host of a URL may see."""
         headers = {"User-Agent": "warmcast"}
         if self._token is not None and server_of(url) == self._server:
+            self._sent.token = self._token
             headers["Authorization"] = f"Bearer {self._token}"
         return headers
 
@@ -158,9 +161,9 @@ class HubApi:
         return f"{self._endpoint}/api/models/{self._repo}"
 
     def _renewed(self) -> bool:
-        """Whether there is another token by now than the one that was refused."""
-        before, self._token = self._token, self._find_token()
-        return self._token is not None and self._token != before
+        """Whether there is another token by now than this thread's last, which was refused."""
+        self._token = self._find_token()
+        return self._token is not None and self._token != getattr(self._sent, "token", None)
 
     def _json(self, url: str, where: str, deadline: Deadline) -> tuple[Any, str | None]:
         """An answer's JSON, and the URL of the next page, on the same server."""

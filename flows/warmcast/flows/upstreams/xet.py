@@ -7,6 +7,7 @@ missing is read over HTTPS. So does a hf_xet that is too old to read ranges.
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import json
 import logging
@@ -19,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from warmcast.flows.errors import SourceError
 from warmcast.flows.upstreams import xet_child
@@ -29,8 +31,11 @@ from warmcast.manifests.errors import WarmcastError, one_line
 
 log = logging.getLogger("warmcast")
 
+_NAP = 0.5  # seconds between two looks at the deadline, which may be taken back
+_PIPE = 1 << 20  # bytes that wait in a pipe; it is less where the system does not allow it
 _MARGIN = 60.0  # seconds that a token has to be good for
-_ON = ("1", "ON", "YES", "TRUE")  # as huggingface_hub reads its variables
+ON = ("1", "ON", "YES", "TRUE")
+"""What huggingface_hub takes for yes in its variables, whatever the case."""
 
 
 class Xet:
@@ -53,7 +58,7 @@ class Xet:
     @staticmethod
     def installed() -> bool:
         """Whether hf_xet is there, and ``HF_HUB_DISABLE_XET`` does not forbid it."""
-        disabled = os.environ.get("HF_HUB_DISABLE_XET", "").upper() in _ON
+        disabled = os.environ.get("HF_HUB_DISABLE_XET", "").upper() in ON
         return not disabled and importlib.util.find_spec("hf_xet") is not None
 
     @property
@@ -121,6 +126,8 @@ class Xet:
             finally:
                 os.close(childs)
         os.set_blocking(ours, False)
+        with suppress(PermissionError):
+            fcntl.fcntl(ours, fcntl.F_SETPIPE_SZ, _PIPE)
         return ours
 
     def _fresh(self, deadline: Deadline) -> XetAccess:
@@ -172,9 +179,11 @@ class Xet:
         poll = select.poll()
         poll.register(pipe, select.POLLIN)
         while view:
-            limit = min(self._patience, deadline.remaining())
-            if not poll.poll(limit * 1000):
-                raise SourceError("hf_xet", found=f"no byte for {limit:.1f} s")
+            waiting = Deadline.after(self._patience)
+            while not poll.poll(1000 * min(waiting.remaining(), deadline.remaining(), _NAP)):
+                deadline.check(f"reading {self._name} through Xet")
+                if waiting.expired:
+                    raise SourceError("hf_xet", found=f"no byte for {self._patience:g} s")
             count = os.readv(pipe, [view])
             if count == 0:
                 raise SourceError("hf_xet", found="its process ended")
