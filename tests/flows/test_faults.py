@@ -34,7 +34,7 @@ SCRIPT = """
 import os, sys
 from contextlib import contextmanager
 from pathlib import Path
-import warmcast.flows.cli as cli
+import warmcast.flows.deploy_cli as cli
 from warmcast.manifests.command import main
 
 stage_wanted, count, number, *words = sys.argv[1:]
@@ -60,8 +60,8 @@ main(words)
 """
 
 STAGES = [
-    ("convert pickles", 2),
-    ("convert pickles ended", 1),
+    ("convert", 2),
+    ("convert ended", 1),
     ("read and upload", 3),
     ("read and upload ended", 1),
 ]
