@@ -92,7 +92,14 @@ def deploy_flow(
 
 
 def run_in_flow(
-    job: Job, origin: str, *, work: Path | None, repair: bool, deadline: Deadline, dask: str | None
+    job: Job,
+    origin: str,
+    *,
+    work: Path | None,
+    repair: bool,
+    deadline: Deadline,
+    dask: str | None,
+    retries: Retries = Retries(),  # noqa: B008 - it is frozen
 ) -> dict[str, Any]:
     """Run a job as a flow, its transfers by the workers of the Dask scheduler at ``dask``."""
     check_plain(job.source, "source")
@@ -103,5 +110,6 @@ def run_in_flow(
         ignore=list(job.ignore), convert=job.convert, meshes=list(job.meshes), sign=job.sign,
         work=None if work is None else str(work), repair=repair,
         deadline_s=None if remaining == float("inf") else remaining, dask=dask,
+        retries=retries.count, retry_delay_s=retries.first_delay,
     )  # fmt: skip
     return record
