@@ -52,7 +52,7 @@ from warmcast.flows.steps.weights import (
     metadata_ties,
     read_headers,
 )
-from warmcast.flows.upstreams import Upstream, UpstreamFile, read_small
+from warmcast.flows.upstreams import Upstream, UpstreamFile, pinned, read_small
 from warmcast.flows.upstreams.overlay import open_source
 from warmcast.flows.workfolder import WorkFolder
 from warmcast.manifests.checksum import crc32c, to_hex
@@ -423,7 +423,7 @@ class _Job:
         if isinstance(file, LocalFile):
             return None
         return Errand(
-            source=self.source,
+            source=str(pinned(self.source, self.upstream.revision)),
             revision=self.upstream.revision,
             origin=self.origin.url,
             file=file,
