@@ -12,7 +12,8 @@ import io
 import pickle
 import re
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -51,8 +52,24 @@ def storage_of(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def load(files: Files, extent: Extent, path: str) -> Loaded:
+class Inert:
+    """Stands in for an object of a class that is not to run: takes what it is given, does nothing.
+
+    Training frameworks save their options beside the weights as objects of their own.
+    """
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Take anything."""
+
+    def __setstate__(self, state: Any) -> None:
+        """Take anything."""
+
+
+def load(files: Files, extent: Extent, path: str, inert: tuple[str, ...] = ()) -> Loaded:
     """What an extent (a whole file, or an item in one) holds; ``path`` names it in errors.
+
+    Globals that begin with one of ``inert`` become :class:`Inert`; of others, forbidden ones are
+    errors.
 
     Raises :class:`UnsafePickle`, :class:`InvalidCheckpoint` and ``MemoryError``.
     """
@@ -70,9 +87,9 @@ def load(files: Files, extent: Extent, path: str) -> Loaded:
             found=archive.entries["data.pkl"].nbytes,
         )
     storages = _Storages(path)
-    value = _unpickle(
-        io.BytesIO(check_entry(files, archive, "data.pkl")), storages.persistent, path
-    )
+    data = check_entry(files, archive, "data.pkl")
+    with _stand_ins(data, inert):
+        value = _unpickle(io.BytesIO(data), storages.persistent, path)
     places = {}
     for key, (storage, nbytes) in storages.by_key.items():
         place = archive.entries.get(f"data/{key}")
@@ -169,6 +186,24 @@ def _unpickle(stream: Any, persistent: Callable[[Any], Any], path: str) -> Any:
         if "memory" in str(cause).lower():
             raise MemoryError from None
         raise _invalid(path, cause) from None
+
+
+@contextmanager
+def _stand_ins(data: bytes, inert: tuple[str, ...]) -> Iterator[None]:
+    """Let the unpickler take the globals of a pickle that ``inert`` names, as :class:`Inert`."""
+    if not inert:
+        yield
+        return
+    from torch._weights_only_unpickler import get_globals_in_pkl
+    from torch.serialization import safe_globals
+
+    try:
+        found = get_globals_in_pkl(io.BytesIO(data))
+    except Exception:  # noqa: BLE001
+        found = set()  # the unpickler will tell what is wrong with it
+    names = [name for name in found if name.startswith(inert)]
+    with safe_globals([(Inert, name) for name in names]):
+        yield
 
 
 def _no_storage(_: Any) -> Any:
