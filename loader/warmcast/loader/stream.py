@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import Protocol
 
 import torch
@@ -249,7 +251,8 @@ class _Streaming:
         """Bring all chunks over; the bytes that were read."""
         count = max(1, min(_threads(), self._staging.nbytes // _PIECE))
         with ThreadPoolExecutor(count, thread_name_prefix="warmcast-stream") as pool:
-            futures = [pool.submit(self._work, chunks, count) for _ in range(count)]
+            ordered = self._ending(chunks, count)
+            futures = [pool.submit(self._work, ordered, count) for _ in range(count)]
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)
             stopped = self._stop.is_set()
             self._stop.set()
@@ -258,6 +261,23 @@ class _Streaming:
         if stopped:
             raise WarmcastError("the load was given up")
         return read
+
+    def _ending(self, chunks: Iterator[_Chunk], count: int) -> Iterator[_Chunk]:
+        """The chunks; the last ``count`` in parts where they need not be checked whole, so that
+        no thread is idle while others still have a long way to go.
+        """
+        waiting = deque(islice(chunks, count))
+        for chunk in chunks:
+            waiting.append(chunk)
+            yield waiting.popleft()
+        for chunk in waiting:
+            if not self._checked_later(self._blobs.reader(chunk.file, self._deadline)):
+                yield chunk
+                continue
+            end = chunk.begin + chunk.length
+            for begin in range(chunk.begin, end, _PIECE):
+                length = min(_PIECE, end - begin)
+                yield replace(chunk, begin=begin, length=length, crc32c=None)
 
     def _work(self, chunks: Iterator[_Chunk], lanes: int) -> int:
         read = 0
