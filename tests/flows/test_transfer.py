@@ -21,6 +21,8 @@ from tests.flows.elsewhere import Elsewhere
 from tests.manifests.s3_proxy import error
 from warmcast.flows.chunks import Lanes
 from warmcast.flows.errors import SourceChanged
+from warmcast.flows.steps import abandoned
+from warmcast.flows.steps.collect import collect
 from warmcast.flows.steps.journal import Pace, acquire, read_journal
 from warmcast.flows.steps.known import Known, Recalling
 from warmcast.flows.steps.measure import measure
@@ -335,14 +337,8 @@ def test_waiting_ends_by_its_deadline(folder_origin, tmp_path, deadline):
 def test_what_was_begun_and_went_is_begun_anew(store_url, tmp_path, deadline):
     """A bucket's life cycle rule, or a collector, ends what nobody went on with."""
 
-    def on_read(number):
-        if number == 3:
-            raise ConnectionResetError
-
     with Origin.open(store_url) as origin:
-        source = upstream(tmp_path, LARGE, on_read=on_read)
-        with pytest.raises(ConnectionResetError):
-            stream(origin, source, PACE)
+        source = left_in_the_middle(origin, tmp_path)
         (begun,) = origin.store.begun_parts(deadline)
         origin.store.abort_parts(begun.token, deadline)
         assert stream(origin, source, PACE).measured == plainly(LARGE)
@@ -407,4 +403,44 @@ def test_a_full_disk(folder_origin, tmp_path, deadline):
     first = source.read_of("x.bin")
     assert stream(folder_origin, source, FAST).measured == plainly(SMALL_CHUNKS)
     assert source.read_of("x.bin") < first + len(SMALL_CHUNKS)  # what had room was kept
+    assert leftovers(folder_origin, deadline) == []
+
+
+# What nobody goes on with
+
+
+def left_in_the_middle(origin, tmp_path) -> Elsewhere:
+    def on_read(number):
+        if number == 3:
+            raise ConnectionResetError
+
+    source = upstream(tmp_path, LARGE, on_read=on_read)
+    with pytest.raises(ConnectionResetError):
+        stream(origin, source, PACE)
+    return source
+
+
+def test_what_was_left_is_collected(origin, tmp_path, deadline, monkeypatch):
+    monkeypatch.setattr(abandoned, "UNFINISHED", 0)
+    source = left_in_the_middle(origin, tmp_path)
+    origin.store.begin_parts(None, deadline)  # by who was killed before it wrote a journal
+    before = leftovers(origin, deadline)
+    assert collect(origin, 3600, 5, deadline, dry_run=False).deleted_transfers == 0
+    assert collect(origin, 0, 5, deadline, dry_run=True).deleted_transfers == 2
+    assert leftovers(origin, deadline) == before
+    found = collect(origin, 0, 5, deadline, dry_run=False)
+    assert found.deleted_transfers == 2
+    assert "and 2 transfers that nobody went on with" in found.summary()
+    assert leftovers(origin, deadline) == []
+    assert stream(origin, source, PACE).moved
+
+
+def test_who_is_collected_alive_begins_anew(folder_origin, tmp_path, deadline):
+    def on_read(number):
+        if number == 10:
+            collect(folder_origin, 0, 5, deadline, dry_run=False)
+
+    source = upstream(tmp_path, SMALL_CHUNKS, on_read=on_read)
+    found = stream(folder_origin, source, FAST)
+    assert found.measured == plainly(SMALL_CHUNKS)
     assert leftovers(folder_origin, deadline) == []

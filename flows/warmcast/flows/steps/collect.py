@@ -2,7 +2,8 @@
 
 Kept are the manifests that refs name, those they named before, and the last of their history.
 Whatever else there is was deployed by somebody who has not published yet, or is not needed any
-more: it is marked, and deleted by a later run when its mark is older than the grace.
+more: it is marked, and deleted by a later run when its mark is older than the grace. Transfers that
+were left as long ago go too (:mod:`abandoned`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from warmcast.flows.progress import nbytes_text
+from warmcast.flows.steps.abandoned import take_away
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import IntegrityError, InvalidData, NotFound
 from warmcast.manifests.origin import Origin
@@ -33,15 +35,19 @@ class Collected:
     waiting_manifests: int = 0
     waiting_blobs: int = 0
     waiting_nbytes: int = 0
+    deleted_transfers: int = 0
     dry_run: bool = False
     problems: list[str] = field(default_factory=list)
 
     def summary(self) -> str:
         """One line for people."""
         verb = "would delete" if self.dry_run else "deleted"
+        transfers = ""
+        if self.deleted_transfers:
+            transfers = f", and {self.deleted_transfers} transfers that nobody went on with"
         return (
             f"{verb} {self.deleted_blobs} blobs ({nbytes_text(self.deleted_nbytes)}) and "
-            f"{self.deleted_manifests} manifests; {self.waiting_blobs} blobs "
+            f"{self.deleted_manifests} manifests{transfers}; {self.waiting_blobs} blobs "
             f"({nbytes_text(self.waiting_nbytes)}) and {self.waiting_manifests} manifests wait for "
             f"their grace to end; {self.kept_blobs} blobs of {self.kept_manifests} manifests kept"
         )
@@ -92,6 +98,9 @@ class _Collector:
         found.deleted_blobs, found.waiting_blobs = len(gone), len(waiting)
         found.deleted_nbytes = sum(blobs[sha256] for sha256 in gone)
         found.waiting_nbytes = sum(blobs[sha256] for sha256 in waiting)
+        found.deleted_transfers = take_away(
+            self._origin, self._grace, self._deadline, dry_run=self._dry_run
+        )
         self._tidy({("manifests", d) for d in roots} | {("blobs", d) for d in kept})
         return found
 

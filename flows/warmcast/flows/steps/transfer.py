@@ -154,14 +154,14 @@ class _Transfer:
     def run(self) -> Measured:
         """Do what is left, and make the blob visible. Gives the lease up if it fails."""
         try:
-            found = self._lease.done
-            if found.token is not None:
-                self._begin(found)
-                try:
-                    return self._go_on()
-                except NotFound:  # what was begun has been taken away since
-                    self._lease.stop()
-                    self._store.abort_parts(found.token, self._deadline)
+            self._begin(self._lease.done)
+            try:
+                return self._go_on()
+            except NotFound:  # what was begun has been taken away
+                self._lease.stop()
+                self._lease.write(self._done(), self._deadline)  # raises if it is not ours any more
+                if self._token is not None:
+                    self._store.abort_parts(self._token, self._deadline)
             self._begin(Done(None, (), None))
             return self._go_on()
         except IntegrityError:
