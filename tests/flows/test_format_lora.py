@@ -116,7 +116,7 @@ def test_embedding(tmp_path):
 
 def test_modules_to_save(tmp_path):
     adapter = Q | {f"{PREFIX}head.weight": rand(10, 4) + 1}
-    adapter[f"{PREFIX}layers.0.other.weight"] = rand(3, 3) + 1
+    adapter[f"{PREFIX}layers.0.other.base_layer.weight"] = rand(3, 3) + 1
     found = merged(tmp_path, adapter, {"modules_to_save": ["head"], "bias": "all"})
     assert torch.equal(found["head.weight"], rand(10, 4) + 1)
     assert torch.equal(found["layers.0.other.weight"], (rand(3, 3) + 1).half())
@@ -138,6 +138,7 @@ def test_pieces_that_cut_rows(tmp_path, monkeypatch):
         (Q, {"layer_replication": [[0, 1]]}, "layer_replication"),
         (Q, {"target_parameters": ["experts"]}, "target_parameters"),
         (Q, {"lora_bias": True}, "lora_bias"),
+        (Q, {"init_lora_weights": "pissa_niter_4"}, "init_lora_weights.*pissa_niter_4"),
         (Q, {"bias": "some"}, "bias"),
         (Q, {"r": 3}, "the rank of adapter_config.json, 3"),
         (Q, {"r": None}, "the rank"),

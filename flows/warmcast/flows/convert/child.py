@@ -29,7 +29,7 @@ from warmcast.flows.convert.embeddings import tie_embeddings
 from warmcast.flows.convert.options import ConvertOptions
 from warmcast.flows.convert.safetensors import write_safetensors
 from warmcast.flows.convert.shards import shard
-from warmcast.flows.convert.tensors import Checkpoint, Files, Source
+from warmcast.flows.convert.tensors import Checkpoint, Files, Source, check_names
 from warmcast.flows.convert.ties import tie_metadata
 from warmcast.flows.steps.weights import check_index
 from warmcast.manifests.canonical import canonical_json
@@ -154,7 +154,16 @@ def _opened(job: Job, files: Files, checksums: Checksums) -> Checkpoint:
 def open_format(
     format_: Format, files: Files, numbers: range, options: ConvertOptions, checksums: Checksums
 ) -> Checkpoint:
-    """The checkpoint in the source files of these numbers. A new format is a line here."""
+    """The checkpoint in the source files of these numbers."""
+    checkpoint = _open(format_, files, numbers, options, checksums)
+    check_names(checkpoint)
+    return checkpoint
+
+
+def _open(
+    format_: Format, files: Files, numbers: range, options: ConvertOptions, checksums: Checksums
+) -> Checkpoint:
+    """By format; a new one is a line here."""
     if format_ == "safetensors":
         from warmcast.flows.convert.safetensors import open_safetensors
 

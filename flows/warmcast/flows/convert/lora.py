@@ -34,11 +34,15 @@ _PAIRS = {
     ".lora_embedding_A": (".lora_embedding_B", True),
 }
 _REFUSED = (
-    "use_dora", "use_qalora", "lora_bias", "layer_replication", "trainable_token_indices",
-    "target_parameters", "alora_invocation_tokens", "corda_config", "eva_config", "arrow_config",
-    "megatron_config", "use_bdlora", "kappa_tune_config",
+    "use_dora", "use_qalora", "use_bdlora", "lora_bias", "layer_replication",
+    "trainable_token_indices", "target_parameters", "alora_invocation_tokens", "arrow_config",
+    "corda_config", "kasa_config", "loftq_config", "lora_ga_config", "megatron_config",
+    "monteclora_config", "velora_config",
 )  # fmt: skip
 """Fields of the config that change what a merge has to compute, where they are set."""
+
+_STARTS = ("gaussian", "orthogonal", "eva")
+"""Ways to begin that leave the base as it is; others (PiSSA, OLoRA, …) change it, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +74,10 @@ def merge_adapter(base: Checkpoint, adapter: Checkpoint, config: Mapping[str, An
     fan = config.get("fan_in_fan_out") is True
     tensors = []
     for tensor in base.tensors:
-        if tensor.name in pairs:
-            tensors.append(_merged(tensor, pairs[tensor.name], fan=fan))
-        elif tensor.name in replaced:
-            tensors.append(_replaced(tensor, replaced[tensor.name]))
-        else:
-            tensors.append(tensor)
+        if tensor.name in replaced:
+            tensor = _replaced(tensor, replaced[tensor.name])  # noqa: PLW2901
+        pair = pairs.get(tensor.name)
+        tensors.append(tensor if pair is None else _merged(tensor, pair, fan=fan))
     return replace(base, tensors=tuple(tensors), left_out=(*base.left_out, *adapter.left_out))
 
 
@@ -86,6 +88,9 @@ def _check_config(config: Mapping[str, Any]) -> None:
     for field in _REFUSED:
         if config.get(field):
             raise _refused(field, config[field])
+    start = config.get("init_lora_weights", True)
+    if isinstance(start, str) and start not in _STARTS:
+        raise _refused("init_lora_weights", start)
     if config.get("bias", "none") not in ("none", "all", "lora_only"):
         raise _refused("bias", config["bias"])
 
@@ -126,7 +131,8 @@ def _parts(
             continue
         if not name.startswith(_PREFIX) or ".lora_" in name or name.endswith(".weight_norm"):
             raise _broken(name, f"{_PREFIX}…, with lora_A and lora_B", "another kind")
-        replaced[name.removeprefix(_PREFIX)] = tensor
+        # What PEFT wraps keeps its own weight and bias one level below.
+        replaced[name.removeprefix(_PREFIX).replace(".base_layer.", ".")] = tensor
     if not pairs and not replaced:
         raise _broken("", "tensors", "none")
     return pairs, replaced

@@ -103,6 +103,16 @@ class Checkpoint:
     holder: dict[str, str] = field(default_factory=dict)
 
 
+def check_names(checkpoint: Checkpoint) -> None:
+    """Raise :class:`InvalidCheckpoint` for a name that cannot be written, or only harms."""
+    for name in (*(t.name for t in checkpoint.tensors), *(t.name for t in checkpoint.tied)):
+        # Control characters, and surrogates, which UTF-8 has none of.
+        if not name or any(c < " " or c == "\x7f" or "\ud800" <= c <= "\udfff" for c in name):
+            raise InvalidCheckpoint(
+                f"tensor {name!r:.80}", expected="a name of printable text", found="another"
+            )
+
+
 class Files:
     """The source files, opened as they are needed. Not safe between threads."""
 
