@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import base64
+import datetime
+import ipaddress
 import json
 import os
+import ssl
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from email.utils import formatdate
 from urllib.parse import urlsplit
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 
 from tests.flows.hub import Web, content
 from tests.manifests import s3_proxy as fault
@@ -352,6 +360,79 @@ class TestRedirectsAndAccess:
         web.put("/m/config.json", b"{}", content_encoding="gzip")
         with pytest.raises(SourceError, match="Content-Encoding: gzip"):
             opened("/m/#files=config.json").files(deadline)
+
+    def test_also_where_only_reading_tells(self, web, opened, deadline):
+        web.put("/m/config.json", b"{}")
+        reader = reader_of(opened(), "config.json", deadline)
+        web.files["/m/config.json"].headers["Content-Encoding"] = "br"
+        with pytest.raises(SourceError, match="Content-Encoding: br"):
+            read(reader, deadline)
+
+
+class SecureWeb(Web):
+    """The same behind TLS, with a certificate of its own making."""
+
+    def __init__(self, folder):
+        key = ec.generate_private_key(ec.SECP256R1())
+        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "warmcast tests")])
+        address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+        certificate = (
+            x509.CertificateBuilder()
+            .subject_name(name)
+            .issuer_name(name)
+            .public_key(key.public_key())
+            .serial_number(1)
+            .not_valid_before(datetime.datetime(2020, 1, 1))
+            .not_valid_after(datetime.datetime(2100, 1, 1))
+            .add_extension(x509.SubjectAlternativeName([address]), critical=False)
+            .sign(key, hashes.SHA256())
+        )
+        self.certificate = folder / "tls.crt"
+        self.certificate.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+        private = key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+        (folder / "tls.key").write_bytes(private)
+        self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self._context.load_cert_chain(self.certificate, folder / "tls.key")
+        super().__init__()
+
+    @property
+    def url(self):
+        return super().url.replace("http:", "https:")
+
+    def _serve(self, client):
+        with suppress(OSError), self._context.wrap_socket(client, server_side=True) as secure:
+            super()._serve(secure)
+
+
+class TestSecure:
+    @pytest.fixture
+    def secure(self, tmp_path, monkeypatch):
+        opened = SecureWeb(tmp_path)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        yield opened
+        opened.close()
+
+    def test_it_is_read(self, secure, opened, monkeypatch, deadline):
+        monkeypatch.setenv("SSL_CERT_FILE", str(secure.certificate))
+        secure.put("/m/model.safetensors", DATA)
+        upstream = opened(f"{secure.url}/m/model.safetensors")
+        assert read(reader_of(upstream, "model.safetensors", deadline), deadline) == DATA
+
+    def test_it_leads_to_no_plain_http(self, secure, web, opened, monkeypatch, deadline):
+        monkeypatch.setenv("SSL_CERT_FILE", str(secure.certificate))
+        secure.moved["/m/config.json"] = f"{web.url}/config.json"
+        web.put("/config.json", b"{}")
+        with pytest.raises(SourceError, match="HTTPS all the way"):
+            opened(f"{secure.url}/m/#files=config.json").files(deadline)
+        assert web.requests == []
+
+    def test_a_certificate_that_nobody_vouches_for(self, secure, opened, deadline):
+        with pytest.raises(SourceUnreachable, match="SSL_CERT_FILE"):
+            opened(f"{secure.url}/m/#files=config.json").files(deadline)
 
 
 class TestFaults:
