@@ -60,7 +60,10 @@ def answer_error(where: str, response: BaseHTTPResponse, *, do: str) -> Warmcast
         seconds = retry_after(response.headers)
         if seconds is not None and seconds > LONGEST_WAIT:
             return SourceUnreachable(
-                where, expected="an answer", found=f"{status}, and none for {seconds:.0f} s", do=do
+                where,
+                expected="an answer",
+                found=f"{status}, and none for {seconds:.0f} s",
+                do="deploy it again later, or with credentials that may ask more often",
             )
         return Transient(where, str(status), seconds)
     if status in (401, 403, 407):

@@ -128,7 +128,9 @@ class HubApi:
     def error(self, where: str, url: str, response: BaseHTTPResponse) -> WarmcastError:
         """What an answer means that is not what was asked for."""
         if server_of(url) != self._server:
-            return answer_error(where, response, do=_CHECK_TOKEN)
+            return answer_error(
+                where, response, do="deploy it again: its storage refused the Hub's signature"
+            )
         code = response.headers.get("X-Error-Code", "")
         status = response.status
         if code == "GatedRepo":
