@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -80,3 +82,23 @@ def same_bits() -> Callable[[Mapping[str, torch.Tensor], Mapping[str, torch.Tens
 @pytest.fixture
 def dtypes_state() -> dict[str, torch.Tensor]:
     return every_dtype()
+
+
+@pytest.fixture(scope="session")
+def prefect_server() -> Iterator[str]:
+    """A real Prefect server, one for all tests because it takes seconds to start; its URL."""
+    os.environ.setdefault("DO_NOT_TRACK", "1")
+    os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from prefect.settings import (
+            PREFECT_API_URL,
+            PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
+            temporary_settings,
+        )
+        from prefect.testing.utilities import prefect_test_harness
+
+        # The thread that beats takes a second to end, of each flow.
+        quiet = {PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}
+        with prefect_test_harness(server_startup_timeout=180), temporary_settings(quiet):
+            yield str(PREFECT_API_URL.value())
