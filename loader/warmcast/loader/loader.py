@@ -32,7 +32,7 @@ from warmcast.loader.routes.peer import PeerRoute
 from warmcast.loader.serve import Sender
 from warmcast.loader.skeletons import skeleton
 from warmcast.loader.staging import HOST_MEMORY, Staging
-from warmcast.loader.transports import Endpoint, Transport, transports_for
+from warmcast.loader.transports import Endpoint, Transport, import_transports, transports_for
 from warmcast.loader.transports.nccl_warm import warming
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import UsageError, WarmcastError
@@ -76,6 +76,8 @@ class Loader:
         """
         self._origin = Origin.open(origin)
         self._registry = Registry(registry) if registry else None
+        if registry:
+            import_transports()  # now, when nobody waits for weights yet
         self._node = NodeClient(Path(node)) if node is not None else None
         self._trust = Trust.read([Path(path) for path in trust]) if trust else None
         self._seconds = deadline
@@ -172,7 +174,7 @@ class Loader:
                 self._keep(lease, limit)
             return lease
 
-        transports = transports_for(wanted.device)
+        transports = transports_for(wanted.device) if self._registry is not None else ()
         peers = None
         if self._registry is not None and transports:
             peers = PeerRoute(self._registry, self._endpoint(wanted.device, transports), transports)

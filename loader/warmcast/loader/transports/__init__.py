@@ -129,13 +129,17 @@ def transports_for(device: torch.device) -> tuple[Transport, ...]:
 
     WARMCAST_TRANSPORTS (``nccl,gloo``) limits them; raises :class:`UsageError` for an unknown one.
     """
-    found = []
+    transports = [kind() for kind in import_transports()]
+    return tuple(transport for transport in transports if transport.usable(device))
+
+
+def import_transports() -> list[Callable[[], Transport]]:
+    """What makes each transport that may be used, the best first; as :func:`transports_for`."""
+    kinds = []
     for name in _allowed():
         module, _, attribute = _TRANSPORTS[name].partition(":")
-        transport: Transport = getattr(importlib.import_module(module), attribute)()
-        if transport.usable(device):
-            found.append(transport)
-    return tuple(found)
+        kinds.append(getattr(importlib.import_module(module), attribute))
+    return kinds
 
 
 def _allowed() -> list[str]:
