@@ -189,7 +189,10 @@ class Hub(Server):
         return commit
 
     def answer(self, request: Request) -> bytes:
-        match = re.fullmatch(r"/api/models/([\w.-]+/[\w.-]+)/([a-z-]+)/([^?]+)", request.path)
+        path = request.path.removesuffix("/")
+        if re.fullmatch(r"/api/models/[\w.-]+/[\w.-]+", path):
+            path += "/revision/main"
+        match = re.fullmatch(r"/api/models/([\w.-]+/[\w.-]+)/([a-z-]+)/([^?]+)", path)
         if match is None:
             match = re.fullmatch(r"/([\w.-]+/[\w.-]+)/(resolve)/([^?]+)", request.path)
         if match is None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 
@@ -125,6 +129,22 @@ class TestListing:
         assert opened(pinned(f"hf://{REPO}", first)).revision == first
         assert pinned("/a/folder", first) == "/a/folder"
         assert pinned("s3://bucket/prefix", "") == "s3://bucket/prefix"
+
+    def test_a_folder_for_the_whole(self, hub, opened, deadline):
+        files = {"model.safetensors": b"top", "b/model.safetensors": WEIGHTS, "b/c/d.txt": b"d"}
+        hub.commit(REPO, {**files, "bc.txt": b"", "b/.hidden": b""})
+        upstream = opened(f"hf://{REPO}?folder=b/")
+        assert [file.path for file in upstream.files(deadline)] == ["c/d.txt", "model.safetensors"]
+        assert read(upstream, "model.safetensors", deadline) == WEIGHTS
+        assert read(upstream, "c/d.txt", deadline) == b"d"
+        assert upstream.name == f"hf://{REPO}/b"
+        with pytest.raises(SourceNotFound, match="none of 5"):
+            opened(f"hf://{REPO}?folder=x").files(deadline)
+        with pytest.raises(UsageError, match="folder"):
+            opened(f"hf://{REPO}?folder=../x")
+
+    def test_a_scheme_is_written_as_one_likes(self, hub, deadline):
+        open_upstream(f"HF://{REPO}", deadline).close()
 
     def test_offline(self, hub, opened, monkeypatch):
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -452,3 +472,39 @@ def test_closing_gives_all_back(hub, deadline):
         deadline.check("waiting for the ends of connections")
     servers = {*hub._threads, *hub.storage._threads}
     assert set(threading.enumerate()) <= threads | servers
+
+
+def test_the_hub_of_these_tests_is_one_to_huggingface_hub(hub, tmp_path):
+    """What our side reads of it is what the Hub's own client reads."""
+    code = """
+import json, sys
+from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_download, hf_hub_url
+api = HfApi()
+info = api.model_info("org/model")
+tree = api.list_repo_tree("org/model", recursive=True, revision=info.sha)
+files = [[f.path, f.size, f.blob_id, f.lfs and f.lfs.sha256] for f in tree]
+url = hf_hub_url("org/model", "model.safetensors")
+found = get_hf_file_metadata(url)
+data = open(hf_hub_download("org/model", "model.safetensors"), "rb").read()
+print(json.dumps([info.sha, files, found.commit_hash, found.etag, found.size, len(data)]))
+"""
+    hub.page = 2
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1"},
+        capture_output=True,
+        check=False,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    commit = hub.repos[REPO].names["main"]
+    digest = sha256(WEIGHTS)
+    with closing(HfUpstream(f"hf://{REPO}", Deadline.after(30))) as upstream:
+        ours = upstream.files(Deadline.after(30))
+    sha, files, *of_file = json.loads(done.stdout)
+    assert sha == upstream.revision == commit
+    assert sorted(f for f in files if not f[0].startswith(".")) == [
+        [f.path, f.size, f.version, f.sha256] for f in ours
+    ]
+    assert of_file == [commit, digest, len(WEIGHTS), len(WEIGHTS)]

@@ -92,6 +92,8 @@ def open_upstream(source: str | Path, deadline: Deadline | None = None) -> Upstr
             expected=f"a folder, or a URL of {', '.join(f'{s}://' for s in _UPSTREAMS)}",
             found=f"{scheme}://",
         )
+    if isinstance(source, str) and "://" in source:
+        source = f"{scheme.lower()}{source[len(scheme) :]}"
     module, _, name = target.partition(":")
     try:
         open_ = getattr(importlib.import_module(module), name)

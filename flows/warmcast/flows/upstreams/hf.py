@@ -5,9 +5,10 @@ that is read is of this commit. Of files in LFS the Hub publishes the SHA-256. A
 is its blob's id in git, so that it stays the same over the commits that do not change the file.
 
 The token is found as huggingface_hub finds it; ``?token_env=NAME`` names another variable than
-``HF_TOKEN``. ``HF_ENDPOINT`` or ``?endpoint=https://…`` names another Hub. Large files are read
-through Xet where it is installed (see :mod:`xet`): ``?xet=no`` or ``HF_HUB_DISABLE_XET=1`` turns
-it off, ``?xet_patience=30`` are the seconds that it may bring nothing.
+``HF_TOKEN``. ``?folder=sub`` takes a folder of the repository for the whole. ``HF_ENDPOINT`` or
+``?endpoint=https://…`` names another Hub. Large files are read through Xet where it is installed
+(see :mod:`xet`): ``?xet=no`` or ``HF_HUB_DISABLE_XET=1`` turns it off, ``?xet_patience=30`` are
+the seconds that it may bring nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import threading
 
 from urllib3 import BaseHTTPResponse
 
-from warmcast.flows.errors import SourceError
+from warmcast.flows.errors import SourceError, SourceNotFound
 from warmcast.flows.local import LocalFile
 from warmcast.flows.upstreams import UpstreamFile
 from warmcast.flows.upstreams.failures import explained
@@ -31,12 +32,13 @@ from warmcast.flows.upstreams.remote import RemoteReader
 from warmcast.flows.upstreams.xet import ON, Xet
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import PreconditionFailed, UsageError
+from warmcast.manifests.rules import unsafe_path
 from warmcast.manifests.stores import ObjectReader
 from warmcast.manifests.stores.http import Http
 
 _HUB = "https://huggingface.co"
 _REPO = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?", re.ASCII)
-_OPTIONS = ("endpoint", "token_env", "xet", "xet_patience")
+_OPTIONS = ("folder", "endpoint", "token_env", "xet", "xet_patience")
 _PATIENCE = 30.0
 _LARGE = 64 << 20
 """Bytes from which a file is read through Xet."""
@@ -72,7 +74,10 @@ class HfUpstream:
             raise
         self._xet = Xet(self.name, self._xet_access, patience=patience) if xet else None
         self._xet_from = xet_from
+        self._folder = _folder(self.name, options.get("folder", ""))
         self._listed: dict[str, HubFile] = {}
+        if self._folder:
+            self.name += f"/{self._folder.rstrip('/')}"
 
     @property
     def xet(self) -> Xet | None:
@@ -82,11 +87,16 @@ class HfUpstream:
     def files(self, deadline: Deadline) -> tuple[UpstreamFile, ...]:
         """The files of the commit, in order of their paths."""
         with explained(listed=False):
-            found = list(self._hub.files(self.revision, deadline))
-        self._listed = {file.path: file for file in found}
+            everything = list(self._hub.files(self.revision, deadline))
+        found = [(f.path.removeprefix(self._folder), f) for f in everything if self._has(f)]
+        if everything and not found:
+            raise SourceNotFound(
+                self.name, expected="files in this folder", found=f"none of {len(everything)}"
+            )
+        self._listed = dict(found)
         return listing(
             self.name,
-            (UpstreamFile(f.path, f.size, sha256=f.sha256, version=f.blob) for f in found),
+            (UpstreamFile(p, f.size, sha256=f.sha256, version=f.blob) for p, f in found),
         )
 
     def reader(self, file: UpstreamFile, deadline: Deadline) -> ObjectReader:
@@ -99,7 +109,7 @@ class HfUpstream:
         where = f"{self.name}/{file.path}"
         remote = RemoteReader(
             self._http,
-            self._hub.url(self.revision, file.path),
+            self._hub.url(self.revision, listed.path),
             file.size,
             where=where,
             headers=self._hub.headers,
@@ -121,6 +131,9 @@ class HfUpstream:
         if self._xet is not None:
             self._xet.close()
         self._http.close()
+
+    def _has(self, file: HubFile) -> bool:
+        return file.path.startswith(self._folder)
 
     def _xet_access(self, deadline: Deadline) -> XetAccess:
         return self._hub.xet_access(self.revision, deadline)
@@ -185,6 +198,7 @@ class _SmallReader:
 
     def close(self) -> None:
         """Forget the bytes."""
+        self._data = None
         self._remote.close()
 
     def _whole(self, deadline: Deadline) -> bytes:
@@ -218,6 +232,14 @@ def _parse(source: str) -> tuple[str, str, dict[str, str]]:
             "source", expected="hf://org/repo or hf://org/repo@revision", found=repr(f"hf://{text}")
         )
     return repo, revision, parse_options(f"hf://{text}", query, _OPTIONS)
+
+
+def _folder(name: str, text: str) -> str:
+    """What the paths of a folder's files begin with."""
+    path = text.strip("/")
+    if path and (problem := unsafe_path(path)):
+        raise UsageError(f"{name}: folder", expected="a path in the repository", found=problem)
+    return f"{path}/" if path else ""
 
 
 def _token(name: str, variable: str | None) -> str | None:
