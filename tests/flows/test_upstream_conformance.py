@@ -11,9 +11,12 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
+import torch
+from safetensors.torch import save
 
 from tests.flows.hub import Hub, Storage, Web, no_login, sha256
 from warmcast.flows.errors import SourceChanged, SourceError, SourceNotFound
+from warmcast.flows.run import deploy
 from warmcast.flows.steps.resolve import resolve
 from warmcast.flows.upstreams import Upstream, open_upstream, read_small
 from warmcast.manifests.checksum import crc32c, to_base64
@@ -21,7 +24,8 @@ from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import DeadlineExceeded
 from warmcast.manifests.stores import open_store
 
-LARGE = os.urandom((2 << 20) + 12_345)
+RANDOM = bytearray(os.urandom((2 << 20) + 12_345))
+LARGE = save({"layers.0.weight": torch.frombuffer(RANDOM, dtype=torch.uint8)})
 FILES = {
     "README.md": b"",
     "config.json": b'{"hidden_size": 8}',
@@ -251,6 +255,19 @@ class TestReading:
             reader.close()
         with pytest.raises(DeadlineExceeded):
             upstream.files(Deadline.after(0))
+
+
+def test_it_is_deployed_and_then_known(place, file_url, deadline):
+    def run():
+        return deploy(place.url, file_url, "model@prod", deadline=deadline)
+
+    first = run()
+    kept = {file.path: file.sha256 for file in first.manifest.files}
+    assert kept == {path: sha256(data) for path, data in FILES.items()}
+    assert first.changed
+    again = run()
+    assert (again.changed, again.moved) == (False, ())
+    assert again.manifest.digest == first.manifest.digest
 
 
 def test_nothing_there(request, deadline):
