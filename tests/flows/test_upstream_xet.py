@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -133,6 +133,9 @@ class TestThroughXet:
         pid = upstream.xet.pid
         upstream.close()
         assert not Path(f"/proc/{pid}").exists()
+        buffer = memoryview(bytearray(9))
+        assert upstream.xet.read_into("0" * 64, 9, 0, buffer, deadline) == 0
+        assert upstream.xet.pid is None
 
 
 class TestNotThroughXet:
@@ -232,12 +235,7 @@ class TestWhenItStops:
         ) as parent:
             pidfd = os.pidfd_open(int(parent.stdout.readline()))
             parent.kill()
-        ended = threading.Event()
         try:
-            import select
-
-            if select.select([pidfd], [], [], deadline.remaining())[0]:
-                ended.set()
+            assert select.select([pidfd], [], [], deadline.remaining())[0]
         finally:
             os.close(pidfd)
-        assert ended.is_set()
