@@ -176,9 +176,11 @@ class Http:
         headers: Mapping[str, str],
         body: bytes | memoryview | None = None,
         cancelled: threading.Event | None = None,
+        idle: float | None = None,
     ) -> Iterator[urllib3.BaseHTTPResponse]:
         """The response to one request, its body unread; what is left of it is dropped at the end.
 
+        ``idle``: seconds that the answer may take to begin, where that is not what all take.
         Raises :class:`Transient` if no response came, and whatever status is the caller's matter.
         """
         with _transient(url):

@@ -69,6 +69,7 @@ class _Running:
 
     deadline: Deadline
     cancelled: threading.Event | None
+    idle: float | None
 
 
 _running: ContextVar[_Running] = ContextVar("running")
@@ -327,14 +328,18 @@ class S3Store:
         key: str,
         deadline: Deadline,
         cancelled: threading.Event | None = None,
+        idle: float | None = None,
         **parameters: Any,
     ) -> Any:
-        """Call an operation of botocore's client on the bucket; its answer, or our errors."""
+        """Call an operation of botocore's client on the bucket; its answer, or our errors.
+
+        ``idle``: seconds for which the server may be at work before it answers.
+        """
         where = self.where(key)
         attempts = Attempts(where, deadline, cancelled)
         while True:
             deadline.check(f"asking for {where}")
-            token = _running.set(_Running(deadline, cancelled))
+            token = _running.set(_Running(deadline, cancelled, idle))
             try:
                 return operation(Bucket=self.bucket, **parameters)
             except Transient as failure:
@@ -376,6 +381,7 @@ class S3Store:
             headers=headers,
             body=cast("bytes", body) or None,
             cancelled=running.cancelled,
+            idle=running.idle,
         ) as response:
             received = read_all(response, _MOST_SMALL, running.deadline, request.url)
             headers_received = cast("Any", response.headers)

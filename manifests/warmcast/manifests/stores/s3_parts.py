@@ -39,8 +39,9 @@ if TYPE_CHECKING:
 
 STAGED = "transfers/staged/"
 _SIGNED_FOR = 3600  # seconds; a signed URL is used at once
-_COPY_WHOLE = 256 << 20  # bytes of the largest object that is copied in one request
-_COPY_PART = 128 << 20
+_COPY_WHOLE = 1 << 30  # bytes of the largest object that is copied in one request
+_COPY_PART = 512 << 20
+_PATIENCE = 120.0  # seconds for which a server may copy or complete before it answers
 _COPIES = 8  # parts that the server is asked to copy at once
 _MOST_PARTS = 10_000
 _CLEANUP = 5.0  # seconds to take away a copy that failed
@@ -194,6 +195,7 @@ def _complete(
             store.client.complete_multipart_upload,
             key,
             deadline,
+            idle=_PATIENCE,
             Key=store.name(key),
             UploadId=upload,
             MultipartUpload={
@@ -235,6 +237,7 @@ def _copy(store: S3Store, source: ObjectInfo, key: str, crc32c: int, deadline: D
                 store.client.copy_object,
                 key,
                 deadline,
+                idle=_PATIENCE,
                 Key=store.name(key),
                 CopySource=place,
                 CopySourceIfMatch=source.etag,
@@ -255,6 +258,7 @@ def _copy(store: S3Store, source: ObjectInfo, key: str, crc32c: int, deadline: D
             store.client.upload_part_copy,
             key,
             deadline,
+            idle=_PATIENCE,
             Key=store.name(key),
             UploadId=_split(token)[1],
             PartNumber=index + 1,
