@@ -1,8 +1,9 @@
 """Ranges of files through Xet, for as long as it makes progress.
 
-hf_xet runs in a process of its own (:mod:`xet_child`). Whoever waits ``patience`` seconds without
-a byte ends it; that, and every failure, turns Xet off for the rest of the deploy, and what is
-missing is read over HTTPS. So does a hf_xet that is too old to read ranges.
+hf_xet runs in a process of its own (:mod:`xet_child`). It is ended if it brings no byte for
+``patience`` seconds, or for half of the time that is left. That, and every failure, turns Xet off
+for the rest of the deploy, and what is missing is read over HTTPS. So does a hf_xet that is too
+old to read ranges.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import select
 import socket
 import struct
@@ -33,6 +35,7 @@ log = logging.getLogger("warmcast")
 
 _NAP = 0.5  # seconds between two looks at the deadline, which may be taken back
 _PIPE = 1 << 20  # bytes that wait in a pipe; it is less where the system does not allow it
+_SECRET = re.compile("TOKEN|SECRET|PASSWORD|CREDENTIAL|ACCESS_KEY", re.IGNORECASE)
 _MARGIN = 60.0  # seconds that a token has to be good for
 ON = ("1", "ON", "YES", "TRUE")
 """What huggingface_hub takes for yes in its variables, whatever the case."""
@@ -52,6 +55,7 @@ class Xet:
         self._access: XetAccess | None = None
         self._child: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
+        self._moved = 0.0  # when bytes came last, on the monotonic clock
         self.failure = ""
         """Why it is off; empty while it is on."""
 
@@ -133,7 +137,7 @@ class Xet:
     def _fresh(self, deadline: Deadline) -> XetAccess:
         if self._access is None or self._access.expires < time.time() + _MARGIN:
             try:
-                self._access = self._ask(deadline.within(self._patience))
+                self._access = self._ask(self._share(deadline))
             except WarmcastError as cause:
                 raise SourceError(str(cause)) from cause
         return self._access
@@ -142,7 +146,7 @@ class Xet:
         if self._control is None:
             ours, childs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             ours.settimeout(self._patience)
-            environment = {k: v for k, v in os.environ.items() if k != "HF_TOKEN"}
+            environment = {k: v for k, v in os.environ.items() if not _SECRET.search(k)}
             environment.setdefault("HF_XET_TELEMETRY_ENABLED", "false")
             with childs:
                 try:
@@ -179,15 +183,24 @@ class Xet:
         poll = select.poll()
         poll.register(pipe, select.POLLIN)
         while view:
-            waiting = Deadline.after(self._patience)
-            while not poll.poll(1000 * min(waiting.remaining(), deadline.remaining(), _NAP)):
+            began, waiting = time.monotonic(), self._share(deadline)
+            while not poll.poll(1000 * min(waiting.remaining(), _NAP)):
                 deadline.check(f"reading {self._name} through Xet")
+                # Another range that moves on may be what this one waits for.
+                if waiting.expired and self._moved < began:
+                    silent = time.monotonic() - began
+                    raise SourceError("hf_xet", found=f"no byte for {silent:.1f} s")
                 if waiting.expired:
-                    raise SourceError("hf_xet", found=f"no byte for {self._patience:g} s")
+                    began, waiting = time.monotonic(), self._share(deadline)
             count = os.readv(pipe, [view])
             if count == 0:
                 raise SourceError("hf_xet", found="its process ended")
+            self._moved = time.monotonic()
             view = view[count:]
+
+    def _share(self, deadline: Deadline) -> Deadline:
+        """The time that Xet may take, so that some remains for reading without it."""
+        return deadline.share(0.5).within(self._patience)
 
     def _off(self, cause: Exception) -> None:
         with self._lock:
