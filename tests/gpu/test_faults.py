@@ -105,9 +105,10 @@ def right(stage: Stage, outcome: Outcome, *routes: str) -> None:
 
 def nothing_left(worker: Worker, before: Survey, kept: int = 0) -> None:
     """What a worker holds is what it held, or soon is: CUDA's and NCCL's threads end by themselves,
-    and nothing tells when. ``kept``: files that NCCL keeps, see :func:`kept_by_nccl`.
+    and nothing tells when; those who wait for a process that is stopped do so for 5 s. ``kept``:
+    files that NCCL keeps, see :func:`kept_by_nccl`.
     """
-    for _ in range(200):
+    for _ in range(400):
         now = worker.survey()
         gone = len(now.files) <= len(before.files) + kept and now.tasks <= before.tasks
         memory = now.gpu <= before.gpu and now.opened == before.opened
@@ -122,18 +123,6 @@ def nothing_left(worker: Worker, before: Survey, kept: int = 0) -> None:
 def kept_by_nccl(stage: Stage, moment: str) -> int:
     """Files that NCCL (2.28) never closes of a communicator whose ranks had not met."""
     return 3 if stage.transport == "nccl" and moment == "creating" else 0
-
-
-def go_on_again(worker: Worker) -> None:
-    worker.signal(signal.SIGCONT)
-    worker.go_on()
-
-
-def waits_for_the_stopped(stage: Stage, moment: str, fault: str) -> bool:
-    """Whether everything came, so that the receiver's communicator is closed rather than aborted:
-    NCCL (2.28) then waits for the sender's process to go on, or to die.
-    """
-    return (stage.transport, moment, fault) == ("nccl", "sending", "stop")
 
 
 def loads_again(stage: Stage, worker: Worker, before: Survey, kept: int = 0) -> None:
@@ -154,14 +143,10 @@ def test_sender(stage: Stage, moment: str, fault: str) -> None:
     if fault == "partition":
         sender.go_on()
     right(stage, receiver.end())
-    right(stage, receiver.load(PATIENT))
-    waiting = waits_for_the_stopped(stage, moment, fault)
-    if waiting:
-        go_on_again(sender)
-    receiver.ask("close")
-    nothing_left(receiver, before, kept_by_nccl(stage, moment))
-    if fault == "stop" and not waiting:
-        go_on_again(sender)
+    loads_again(stage, receiver, before, kept_by_nccl(stage, moment))
+    if fault == "stop":
+        sender.signal(signal.SIGCONT)
+        sender.go_on()
     if fault != "kill":
         assert sender.ask("weights") == stage.scene.weights
 

@@ -12,11 +12,13 @@ import ctypes
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from warmcast.loader.transports import nccl_library as nccl
+from warmcast.loader.transports import nccl_sockets
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import WarmcastError
 
@@ -32,7 +34,7 @@ _ABORT = 5.0
 """Seconds that an abort may take before its thread is left to end by itself."""
 
 _CLOSE = 5.0
-"""Seconds that the other ranks may take to close, too."""
+"""Seconds that the other ranks may take to close, too; then they are taken for dead."""
 
 _KERNELS = 60.0
 """Seconds after an abort in which kernels that do not end keep the memory that they may use."""
@@ -48,6 +50,8 @@ class Communicator:
         self._handle = ctypes.c_void_p()
         self._size = 0
         self._bytes: torch.Tensor | None = None
+        self._ports: frozenset[int] = frozenset()  # until the ranks have met: not NCCL's
+        self._met = False
         self.connected = False
         # Before copies, and whatever else is ready to run: the other ranks wait for this one.
         self.stream = torch.cuda.Stream(device, priority=-1)
@@ -60,6 +64,7 @@ class Communicator:
         nccl.prepare()
         configuration = nccl.config(max_ctas)
         self._size = size
+        self._ports = nccl_sockets.listening()
         with torch.cuda.device(self._device):
             result = nccl.loaded().ncclCommInitRankConfig(
                 ctypes.byref(self._handle),
@@ -76,6 +81,8 @@ class Communicator:
         Raises :class:`TransferFailed` and what ``check`` raises.
         """
         self._settle("creating the communicator")
+        self._ports = nccl_sockets.listening() - self._ports
+        self._met = True
         # Connections are made by the first broadcast, which takes longer than most weights do. A
         # byte from each rank to all others makes them, and says that this rank has.
         self._bytes = torch.zeros(self._size, dtype=torch.uint8, device=self._device)
@@ -96,11 +103,7 @@ class Communicator:
         self._poll(event.query, doing)
 
     def close(self) -> None:
-        """End, in the background, what has done its work.
-
-        NCCL (2.28) waits for the other ranks of this host: while one's process is stopped, a
-        thread, its sockets and NCCL's buffers stay; they go when it goes on or dies.
-        """
+        """End, in the background, what has done its work."""
         self._end(self._close, ())
 
     def abort(self, held: Sequence[torch.Tensor] = ()) -> bool:
@@ -133,9 +136,25 @@ class Communicator:
         self._settle("starting the transfer")
 
     def _end(self, how: Callable[..., None], arguments: tuple[object, ...]) -> threading.Thread:
-        thread = threading.Thread(target=how, args=arguments, name="warmcast-nccl-end", daemon=True)
+        def end() -> None:
+            with self._without_the_stopped():
+                how(*arguments)
+
+        thread = threading.Thread(target=end, name="warmcast-nccl-end", daemon=True)
         thread.start()
         return thread
+
+    @contextmanager
+    def _without_the_stopped(self) -> Iterator[None]:
+        """Cut off the processes for which NCCL waits too long; see :mod:`nccl_sockets`."""
+        ports = self._ports if self._met else frozenset()
+        timer = threading.Timer(_CLOSE, nccl_sockets.cut, (ports,))
+        timer.name, timer.daemon = "warmcast-nccl-cut", True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def _close(self) -> None:
         library = nccl.loaded()
