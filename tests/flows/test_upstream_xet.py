@@ -70,7 +70,7 @@ def opened(hub, deadline):
 
 @pytest.fixture
 def reader(opened, deadline):
-    upstream = opened("?xet_patience=0.5")
+    upstream = opened()
     files = {file.path: file for file in upstream.files(deadline)}
     found = upstream.reader(files[PATH], deadline)
     yield found, upstream
@@ -159,6 +159,7 @@ class TestWhenItStops:
         assert read(found, deadline, 0, 1000) == WEIGHTS[:1000]
         pid = upstream.xet.pid
         os.kill(pid, signal.SIGSTOP)
+        upstream.xet.patience = 0.5
         assert read(found, deadline) == WEIGHTS
         assert "no byte for 0." in upstream.xet.failure
         assert "Xet is off, reading over HTTPS" in caplog.text
@@ -176,6 +177,7 @@ class TestWhenItStops:
 
     def test_a_storage_that_answers_nothing(self, hub, reader, deadline):
         found, upstream = reader
+        upstream.xet.patience = 0.5
         with socket.create_server(("127.0.0.1", 0)) as silent:
             hub.cas = f"http://127.0.0.1:{silent.getsockname()[1]}"
             assert read(found, deadline) == WEIGHTS
@@ -185,6 +187,7 @@ class TestWhenItStops:
     @pytest.mark.parametrize("how", ["no such file", "no storage", "no address"])
     def test_one_that_does_not_have_it(self, hub, reader, deadline, tmp_path, how):
         found, upstream = reader
+        upstream.xet.patience = 0.5
         if how == "no such file":
             hub.cas = f"local://{tmp_path}/empty"
         else:
@@ -205,7 +208,7 @@ class TestWhenItStops:
         found = upstream.reader(files[PATH], deadline)
         read(found, deadline, 0, 1000)
         os.kill(upstream.xet.pid, signal.SIGSTOP)
-        assert read(found, Deadline.after(2)) == WEIGHTS
+        assert read(found, Deadline.after(3)) == WEIGHTS
         assert over_https(hub)
 
     def test_the_deadline_is_none_of_its_failures(self, opened, deadline):
@@ -222,6 +225,7 @@ class TestWhenItStops:
         found, upstream = reader
         read(found, deadline, 0, 1000)
         os.kill(upstream.xet.pid, signal.SIGSTOP)
+        upstream.xet.patience = 0.5
         with ThreadPoolExecutor(6) as pool:
             assert set(pool.map(lambda _: read(found, deadline), range(6))) == {WEIGHTS}
         assert caplog.text.count("Xet is off") == 1

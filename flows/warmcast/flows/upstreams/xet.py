@@ -50,7 +50,7 @@ class Xet:
         """``access`` asks the Hub for a token; ``patience``: seconds without a byte."""
         self._name = name
         self._ask = access
-        self._patience = patience
+        self.patience = patience
         self._lock = threading.Lock()
         self._access: XetAccess | None = None
         self._child: subprocess.Popen[bytes] | None = None
@@ -77,6 +77,7 @@ class Xet:
 
         Raises ``DeadlineExceeded`` and nothing else.
         """
+        deadline.check(f"reading {self._name} through Xet")
         done = 0
         try:
             pipe = self._begin(xet_hash, size, offset, offset + len(view), deadline)
@@ -145,7 +146,7 @@ class Xet:
     def _started(self) -> socket.socket:
         if self._control is None:
             ours, childs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            ours.settimeout(self._patience)
+            ours.settimeout(self.patience)
             environment = {k: v for k, v in os.environ.items() if not _SECRET.search(k)}
             environment.setdefault("HF_XET_TELEMETRY_ENABLED", "false")
             with childs:
@@ -200,7 +201,7 @@ class Xet:
 
     def _share(self, deadline: Deadline) -> Deadline:
         """The time that Xet may take, so that some remains for reading without it."""
-        return deadline.share(0.5).within(self._patience)
+        return deadline.share(0.5).within(self.patience)
 
     def _off(self, cause: Exception) -> None:
         with self._lock:
