@@ -17,10 +17,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
+from queue import Empty, Queue
 from typing import Any
 from uuid import uuid4
 
-from distributed import Event, KilledWorker, get_client, wait
+from distributed import Event, Future, KilledWorker, get_client
 from prefect import task
 from prefect_dask.task_runners import DaskTaskRunner, PrefectDaskFuture
 
@@ -32,6 +33,7 @@ from warmcast.flows.steps.mirror import Mirrored
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import WarmcastError
 
+_CONNECT = 10.0
 _LOOK = 1.0
 """Seconds between two questions of a worker whether to go on."""
 
@@ -102,15 +104,17 @@ class Cluster:
         ``tick`` is told the bytes of those that end well, and raises when no other is to go on.
         """
         left = {future.wrapped_future: nbytes for future, nbytes in futures.items()}
+        ended: Queue[Future[Any]] = Queue()
+        for future in left:
+            future.add_done_callback(ended.put)
         failed: BaseException | None = None
         while left:
-            with suppress(TimeoutError):
-                wait(list(left), timeout=_LOOK, return_when="FIRST_COMPLETED")
             try:
                 tick(0)
             except WarmcastError as cause:
                 failed = failed or cause
-            for done in [future for future in left if future.done()]:
+            with suppress(Empty):
+                done = ended.get(timeout=_LOOK)
                 nbytes = left.pop(done)
                 if done.status != "finished" or done.result().is_failed():
                     failed = failed or Cancelled("transfer", found="another one failed")
@@ -145,10 +149,22 @@ def _outcome(
 
 
 @contextmanager
-def cluster(address: str) -> Iterator[Cluster]:
-    """Connect to a scheduler; errands that are left are stopped at the end."""
-    with DaskTaskRunner(address=address) as runner:
-        lent = Cluster(runner)
+def cluster(address: str, deadline: Deadline) -> Iterator[Cluster]:
+    """Connect to a scheduler; errands that are left are stopped at the end.
+
+    Raises :class:`DeployError` if there is none.
+    """
+    timeout = deadline.within(_CONNECT).remaining()
+    with DaskTaskRunner(address=address, client_kwargs={"timeout": timeout}) as runner:
+        try:
+            lent = Cluster(runner)
+        except (OSError, ValueError) as cause:
+            raise DeployError(
+                f"Dask scheduler {address}",
+                expected=f"an answer in {timeout:.0f} s",
+                found=cause,
+                do="give the address that `dask scheduler` tells",
+            ) from cause
         try:
             yield lent
         finally:

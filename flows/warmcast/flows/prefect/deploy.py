@@ -76,7 +76,7 @@ def deploy_flow(
         if dask is not None:
             from warmcast.flows.prefect.dask import cluster
 
-            lent = held.enter_context(cluster(dask))
+            lent = held.enter_context(cluster(dask, deadline))
         limit = Limit.of(source, deadline)
 
         def runner(ticker: Ticker) -> Runner:
