@@ -460,6 +460,7 @@ class _Job:
             remember=lambda measured: self.upstream.remember(
                 file, measured, self.deadline, metadata=metadata
             ),
+            note=self.progress.note,
         )
 
     def entries(

@@ -16,7 +16,7 @@ from warmcast.flows.errors import WorkFolderFull
 from warmcast.flows.local import LocalFile
 from warmcast.flows.steps.journal import Pace
 from warmcast.flows.steps.measure import Measuring, Piece
-from warmcast.flows.steps.transfer import check_published
+from warmcast.flows.steps.transfer import check_published, opened
 from warmcast.flows.upstreams import Upstream, UpstreamFile
 from warmcast.flows.workfolder import WorkFolder
 from warmcast.manifests.deadline import Deadline
@@ -62,7 +62,6 @@ def _fetch(
     location.parent.mkdir(parents=True, exist_ok=True)
     chunk = pace.chunk_nbytes
     measuring = Measuring(file.path, file.size, ())
-    reader = upstream.reader(file, deadline)
     fd = os.open(location, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
 
@@ -80,20 +79,20 @@ def _fetch(
                     ) from cause
             tick(len(view))
 
-        stream = ChunkStream[list[Piece]](
-            reader,
-            chunk,
-            lanes,
-            deadline,
-            checked=lambda index, view: measuring.pieces(index * chunk, view),
-            ordered=lambda _, view, pieces: measuring.take(view, pieces),
-            stored=write,
-        )
-        indices = range(-(-file.size // chunk))
-        stream.run(indices, 0, pace.connections, tick)
+        with opened(upstream, file, deadline) as reader:
+            stream = ChunkStream[list[Piece]](
+                reader,
+                chunk,
+                lanes,
+                deadline,
+                checked=lambda index, view: measuring.pieces(index * chunk, view),
+                ordered=lambda _, view, pieces: measuring.take(view, pieces),
+                stored=write,
+            )
+            indices = range(-(-file.size // chunk))
+            stream.run(indices, 0, pace.connections, tick)
     finally:
         os.close(fd)
-        reader.close()
     measured = measuring.measured()
     check_published(file, measured)
     return Fetched(LocalFile.of(file.path, location, file.size), measured.file.sha256)

@@ -101,7 +101,7 @@ class Done:
 
 
 class Lease:
-    """A journal that is ours. A context manager: what is not finished at its end is given up."""
+    """A journal that is ours, until it is finished, or left to others."""
 
     def __init__(self, store: ObjectStore, key: str, journal: Journal, etag: str) -> None:
         self.found = journal
@@ -112,7 +112,8 @@ class Lease:
         self._etag = etag
         self._changed = threading.Condition()
         self._asked = self._written = 0
-        self._stopping = False
+        self._stopping = self._finished = False
+        self._state: Callable[[], Done] = lambda: self.done
         self._thread: threading.Thread | None = None
 
     @property
@@ -152,6 +153,7 @@ class Lease:
             except BaseException as error:  # noqa: BLE001 raised by the transfer
                 lost(error)
 
+        self._state = state
         self._stopping = False
         self._thread = threading.Thread(target=work, name="warmcast-journal")
         self._thread.start()
@@ -182,15 +184,19 @@ class Lease:
             self._thread.join()
             self._thread = None
 
-    def give_up(self, state: Done) -> None:
-        """Let others go on at once, from ``state``. They find out by themselves if this fails."""
+    def leave(self) -> None:
+        """Let others go on at once, from what :meth:`keep` kept. They find out by themselves,
+        later, if this fails, or the process is killed.
+        """
         self.stop()
-        with suppress(StoreError, DeadlineExceeded):
-            self._write(state, "", Deadline.after(_RELEASE))
+        if not self._finished:
+            with suppress(StoreError, DeadlineExceeded):
+                self._write(self._state(), "", Deadline.after(_RELEASE))
 
     def finish(self, deadline: Deadline) -> None:
         """Take the journal away: the file is in the origin, or its transfer is to begin anew."""
         self.stop()
+        self._finished = True
         self._store.delete(self._key, deadline)
 
     def _write(self, state: Done, owner: str, deadline: Deadline) -> None:
@@ -226,6 +232,7 @@ def acquire(
     pace: Pace,
     deadline: Deadline,
     tick: Callable[[int], None],
+    note: Callable[[str], None] = lambda _: None,
 ) -> Lease | None:
     """Own a transfer: a new one, or one that its owner left.
 
@@ -259,6 +266,8 @@ def acquire(
                 return Lease(store, path, mine, store.replace(path, _text(mine), etag, deadline))
         except (PreconditionFailed, NotFound):
             continue  # somebody was faster: see what the journal says now
+        if watched is None:
+            note(f"{what}: another deploy transfers it; waiting")
         if etag != watched:
             watched, since = etag, time.monotonic()
         time.sleep(min(pause, deadline.remaining()))

@@ -167,7 +167,14 @@ class Measuring:
         Raises :class:`InvalidData` if it was a pass over another file.
         """
         done = len(record.tensors)
-        if record.nbytes > self.size or done > len(self._passes):
+        ended = sum(p.tensor.end <= record.nbytes for p in self._passes)
+        begun = any(p.tensor.begin < record.nbytes < p.tensor.end for p in self._passes)
+        chunks = -(-record.nbytes // self._chunk_size)
+        if (
+            record.nbytes > self.size
+            or (done, begun) != (ended, record.present is not None)
+            or chunks != len(record.chunks)
+        ):
             raise InvalidData("journal", expected="a pass over this file", found="another")
         resumed = Hash.resume(record.sha256, record.nbytes)
         if resumed is None:

@@ -15,7 +15,7 @@ from warmcast.flows.chunks import ChunkStream, Lanes
 from warmcast.flows.local import LocalFile
 from warmcast.flows.steps.journal import Pace
 from warmcast.flows.steps.measure import Measured, Measuring, Piece, Stored, measure
-from warmcast.flows.steps.transfer import check_published, transfer
+from warmcast.flows.steps.transfer import check_published, opened, transfer
 from warmcast.flows.upstreams import Upstream, UpstreamFile
 from warmcast.manifests.checksum import from_hex
 from warmcast.manifests.deadline import Deadline
@@ -55,12 +55,12 @@ def mirror_file(
     a blob that is there is read, and replaced if its bytes are wrong. Raises
     :class:`SourceChanged`, and what the store raises.
     """
-    with file.opened() as opened:
+    with file.opened() as local:
         measured = measure(
             file.path,
             file.size,
             tensors,
-            lambda offset, view: file.read_into(opened, offset, view),
+            lambda offset, view: file.read_into(local, offset, view),
             tick,
         )
     entry = measured.file
@@ -69,9 +69,9 @@ def mirror_file(
         return Mirrored(measured, moved=False)
     # A blob of other bytes than its name says is worth nothing, and upload would keep it.
     origin.store.delete(blob_key(entry.sha256), deadline)
-    with file.opened() as opened:
+    with file.opened() as local:
         moved = origin.put_blob(
-            entry.sha256, opened, entry.size, from_hex(entry.crc32c), deadline, tick
+            entry.sha256, local, entry.size, from_hex(entry.crc32c), deadline, tick
         )
     return Mirrored(measured, moved)
 
@@ -96,6 +96,7 @@ def stream_file(
     *,
     recall: Callable[[], Measured | None],
     remember: Callable[[Measured], None],
+    note: Callable[[str], None] = lambda _: None,
 ) -> Mirrored:
     """Put a file that lies elsewhere into the origin; see :func:`transfer`."""
     origin, pace = shared.origin, shared.pace
@@ -112,7 +113,7 @@ def stream_file(
     if file.size > min(_SMALL, pace.chunk_nbytes):
         done = transfer(
             origin, shared.upstream, file, tensors, shared.lanes, pace, deadline, tick,
-            has=has, recall=recall, remember=remember,
+            has=has, recall=recall, remember=remember, note=note,
         )  # fmt: skip
         return Mirrored(done.measured, done.moved)
     measured, data = _read_whole(shared, file, tensors, deadline)
@@ -135,11 +136,8 @@ def _read_whole(
     shared: Streaming, file: UpstreamFile, tensors: Sequence[Stored], deadline: Deadline
 ) -> tuple[Measured, bytes]:
     with shared.lanes.buffer(file.size, threading.Event()) as view:
-        reader = shared.upstream.reader(file, deadline)
-        try:
+        with opened(shared.upstream, file, deadline) as reader:
             reader.read_into(0, view, deadline)
-        finally:
-            reader.close()
         measuring = Measuring(file.path, file.size, tensors)
         measuring.take(view, measuring.pieces(0, view))
         return measuring.measured(), bytes(view)

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from warmcast.flows.chunks import ChunkStream, Lanes
@@ -78,37 +79,39 @@ def transfer(
     has: Callable[[FileEntry], bool],
     recall: Callable[[], Measured | None],
     remember: Callable[[Measured], None],
+    note: Callable[[str], None] = lambda _: None,
 ) -> Transferred:
     """Put a file of an upstream into the origin, once for all who want it at the same time.
 
     ``has`` tells whether the origin has a blob, and a right one; ``recall`` what the origin knows
     of the file if it has its blob; ``remember`` has the origin know. ``tick`` is told each byte
-    twice (read; sent), and called with 0 now and then.
+    twice (read; sent), and called with 0 now and then; ``note`` what a person should know.
     Raises :class:`IntegrityError` for bytes that are not what is published of them,
     :class:`SourceChanged`, and what the store and the upstream raise; what was sent is kept for
     who comes next, unless it was wrong.
     """
     key = transfer_key(upstream, file)
     for _ in range(_TRIES):
-        lease = acquire(origin.store, key, file.path, file.size, pace, deadline, tick)
-        measured = recall()
-        if measured is not None:
-            if lease is not None:
-                lease.finish(deadline)
-            tick(2 * file.size)
-            return Transferred(measured, moved=False)
-        if lease is None:
-            continue
+        lease = acquire(origin.store, key, file.path, file.size, pace, deadline, tick, note)
         try:
-            reader = upstream.reader(file, deadline)
-            try:
+            measured = recall()
+            if measured is not None:
+                if lease is not None:
+                    lease.finish(deadline)
+                tick(2 * file.size)
+                return Transferred(measured, moved=False)
+            if lease is None:
+                continue
+            with opened(upstream, file, deadline) as reader:
                 measured = _Transfer(
                     origin, file, tensors, reader, lease, lanes, pace, deadline, tick, has
                 ).run()
-            finally:
-                reader.close()
         except Fenced:
             continue
+        except BaseException:
+            if lease is not None:
+                lease.leave()
+            raise
         remember(measured)
         lease.finish(deadline)
         return Transferred(measured, moved=True)
@@ -152,7 +155,7 @@ class _Transfer:
         self._begin(Done(None, (), None))
 
     def run(self) -> Measured:
-        """Do what is left, and make the blob visible. Gives the lease up if it fails."""
+        """Do what is left, and make the blob visible."""
         try:
             self._begin(self._lease.done)
             try:
@@ -164,19 +167,15 @@ class _Transfer:
                     self._store.abort_parts(self._token, self._deadline)
             self._begin(Done(None, (), None))
             return self._go_on()
-        except IntegrityError:
+        except (IntegrityError, SourceChanged):
             # Nothing of it is worth keeping.
             self._lease.stop()
             if self._token is not None:
                 self._store.abort_parts(self._token, self._deadline)
             self._lease.finish(self._deadline)
             raise
-        except Fenced:
+        finally:
             self._lease.stop()
-            raise
-        except BaseException:
-            self._lease.give_up(self._done())
-            raise
 
     def _begin(self, done: Done) -> None:
         """Stand where ``done`` says."""
@@ -224,7 +223,6 @@ class _Transfer:
         self._store.complete_parts(
             self._token, parts, blob_key(entry.sha256), from_hex(entry.crc32c), self._deadline
         )
-        self._lease.stop()
         return measured
 
     def _check(self, index: int, view: memoryview) -> list[Piece]:
@@ -269,6 +267,23 @@ class _Transfer:
 
     def _unsent(self, left: Sequence[int]) -> int:
         return sum(self._nbytes(index) for index in left if index not in self._parts)
+
+
+@contextmanager
+def opened(upstream: Upstream, file: UpstreamFile, deadline: Deadline) -> Iterator[ObjectReader]:
+    """A file of an upstream, to read; :class:`SourceChanged` if it has another size by now."""
+    reader = upstream.reader(file, deadline)
+    try:
+        if reader.size != file.size:
+            raise SourceChanged(
+                file.path,
+                expected=f"{file.size} bytes, as it was listed",
+                found=reader.size,
+                do="deploy again",
+            )
+        yield reader
+    finally:
+        reader.close()
 
 
 def check_published(file: UpstreamFile, measured: Measured) -> None:

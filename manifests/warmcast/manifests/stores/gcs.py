@@ -97,7 +97,10 @@ class GcsStore:
             raise UsageError(
                 "STORAGE_EMULATOR_HOST", expected="http://host:port", found=repr(endpoint)
             )
-        self._media = f"{endpoint}/download/storage/v1/b/{quote(self._bucket_name, safe='')}/o"
+        bucket = quote(self._bucket_name, safe="")
+        self._media = f"{endpoint}/download/storage/v1/b/{bucket}/o"
+        self.uploads = f"{endpoint}/upload/storage/v1/b/{bucket}/o"
+        """Where objects are sent to."""
         self.unfinished: set[tuple[str, str]] = set()
         """Resumable uploads, as key and session URL, that were neither completed nor cancelled."""
 
@@ -264,9 +267,13 @@ class GcsStore:
             blob.crc32c = to_base64(crc32c)
         return blob
 
+    def asking(self, key: str, deadline: Deadline) -> Call:
+        """What requests about an object share that we make ourselves."""
+        return Call(self._access, self.where(key), deadline)
+
     def call(self, key: str, deadline: Deadline, operation: Callable[[], T]) -> T:
         """Run an operation of google-cloud-storage; its result, or our errors."""
-        call = Call(self._access, self.where(key), deadline)
+        call = self.asking(key, deadline)
         while True:
             deadline.check(f"asking for {call.where}")
             token = running.set(call)

@@ -45,6 +45,10 @@ _LONGEST_PAUSE = 5.0
 _NAP = 0.5  # seconds between two looks at the deadline, while there is nothing else to do
 
 
+Body = bytes | memoryview | tuple[bytes | memoryview, ...]
+"""What is sent: a buffer, or several after each other."""
+
+
 class Transient(StoreUnreachable):
     """A failure that may not happen again; ``retry_after`` seconds, if the server said so."""
 
@@ -174,7 +178,7 @@ class Http:
         deadline: Deadline,
         *,
         headers: Mapping[str, str],
-        body: bytes | memoryview | None = None,
+        body: Body | None = None,
         cancelled: threading.Event | None = None,
         idle: float | None = None,
     ) -> Iterator[urllib3.BaseHTTPResponse]:
@@ -250,13 +254,18 @@ def read_into(
 
 
 def read_all(
-    response: urllib3.BaseHTTPResponse, limit: int, deadline: Deadline, what: str
+    response: urllib3.BaseHTTPResponse,
+    limit: int,
+    deadline: Deadline,
+    what: str,
+    *,
+    idle: float = IDLE,
 ) -> bytes:
     """A response's whole body; :class:`StoreError` if it is longer than ``limit`` bytes."""
     data = bytearray()
     while True:
         with _transient(what):
-            _limit(response, deadline)
+            _limit(response, deadline, idle)
             piece = response.read1(_CHUNK)
         if not piece:
             return bytes(data)
@@ -265,7 +274,7 @@ def read_all(
             raise StoreError(what, expected=f"{limit} bytes at most", found="more")
 
 
-def _limit(response: urllib3.BaseHTTPResponse, deadline: Deadline, idle: float = IDLE) -> None:
+def _limit(response: urllib3.BaseHTTPResponse, deadline: Deadline, idle: float) -> None:
     """Let the next bytes take no longer than the deadline allows.
 
     This binds one ``recv``, so bodies are read by ``read1``: ``read`` and ``readinto`` go on until
@@ -284,15 +293,16 @@ def _seconds(most: float, deadline: Deadline) -> float:
 
 
 def _chunks(
-    body: bytes | memoryview, deadline: Deadline, cancelled: threading.Event | None
+    body: Body, deadline: Deadline, cancelled: threading.Event | None
 ) -> Iterator[memoryview]:
     """A body in pieces, so that each has its own time to be sent, and none follows a deadline."""
-    view = memoryview(body)
-    for start in range(0, len(view), _CHUNK):
-        if cancelled is not None and cancelled.is_set():
-            raise Cancelled("upload")
-        deadline.check("sending a request")
-        yield view[start : start + _CHUNK]
+    for part in body if isinstance(body, tuple) else (body,):
+        view = memoryview(part)
+        for start in range(0, len(view), _CHUNK):
+            if cancelled is not None and cancelled.is_set():
+                raise Cancelled("upload")
+            deadline.check("sending a request")
+            yield view[start : start + _CHUNK]
 
 
 @contextmanager

@@ -45,7 +45,7 @@ from warmcast.manifests.stores.checks import (
     parse_bucket,
     pieces,
 )
-from warmcast.manifests.stores.http import Attempts, Http, Transient, read_all
+from warmcast.manifests.stores.http import IDLE, Attempts, Http, Transient, read_all
 from warmcast.manifests.stores.ranges import read_range
 from warmcast.manifests.stores.readers import VersionReader, check_empty_read, etag_if_equal
 from warmcast.manifests.stores.s3_errors import error_of, error_of_botocore, error_of_client
@@ -383,7 +383,13 @@ class S3Store:
             cancelled=running.cancelled,
             idle=running.idle,
         ) as response:
-            received = read_all(response, _MOST_SMALL, running.deadline, request.url)
+            received = read_all(
+                response,
+                _MOST_SMALL,
+                running.deadline,
+                request.url,
+                idle=running.idle or IDLE,
+            )
             headers_received = cast("Any", response.headers)
             return AWSResponse(request.url, response.status, headers_received, _Received(received))
 

@@ -61,6 +61,7 @@ def put(
     where = store.where(key)
     headers = {"x-amz-checksum-crc32c": crc, "Content-Length": str(len(data))}
     attempts = Attempts(where, deadline)
+    damaged = False
     while True:
         deadline.check(f"sending to {where}")
         try:
@@ -81,6 +82,10 @@ def put(
                 return Part(index, len(data), crc32c, response.headers.get("ETag", ""))
         except BotoCoreError as cause:
             raise error_of_botocore(where, cause) from cause
+        except IntegrityError:  # on their way, if they are not again
+            if damaged:
+                raise
+            damaged = True
         except Transient as failure:
             attempts.wait(failure)
 
