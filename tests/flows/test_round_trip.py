@@ -134,7 +134,7 @@ def test_wrappers():
     weight = torch.nn.Parameter(torch.randn(3, 3))
     step = {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [{"lr": 0.1}]}
     loaded = {"epoch": 3, "optimizer": step, "state_dict": {"w": weight, "n": 5}}
-    tensors, ignored = state_dict(loaded, "x.pt")
+    tensors, ignored = state_dict(loaded, "x.pt", torch.Tensor)
     assert tensors == {"w": weight}
     assert ignored == [
         "x.pt: state_dict: 'n' (int)", "x.pt: 'epoch' (int)", "x.pt: 'optimizer' (dict)",
@@ -171,7 +171,7 @@ def test_left_out_is_told(source, file_url, work):
 )
 def test_what_cannot_be_stored_is_refused(state, words):
     with pytest.raises(InvalidCheckpoint, match=words):
-        tensors, _ = state_dict(state, "x.bin")
+        tensors, _ = state_dict(state, "x.bin", torch.Tensor)
         for name, tensor in tensors.items():
             dense("x.bin", name, tensor)
 

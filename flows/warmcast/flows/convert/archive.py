@@ -21,7 +21,9 @@ from warmcast.flows.convert.tensors import Extent, Files
 from warmcast.flows.errors import InvalidCheckpoint
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
-_BUFFER = 1 << 20
+_BUFFER = 1 << 18
+_WORKERS = 2
+_SHARE, _SHARES = 1 << 26, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +75,10 @@ def open_archive(files: Files, extent: Extent, path: str) -> Archive:
 
 
 class Checksums:
-    """Holds archives' entries to their CRC-32s in a thread of its own, beside the conversion."""
+    """Holds archives' entries to their CRC-32s in threads of its own, beside the conversion."""
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, "checksums")
+        self._pool = ThreadPoolExecutor(_WORKERS, "checksums")
         self._ended = threading.Event()
         self._waiting: list[Future[None]] = []
 
@@ -85,34 +87,41 @@ class Checksums:
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
-        self._pool.shutdown()
+        self._pool.shutdown(cancel_futures=True)
 
-    def add(self, files: Files, archives: Iterable[Archive]) -> None:
-        """Begin with these archives."""
-        for archive in archives:
-            locations = {e.file: files.sources[e.file].location for e in archive.entries.values()}
-            self._waiting.append(self._pool.submit(self._check, archive, locations))
+    def add(self, files: Files, archive: Archive) -> None:
+        """Begin with an archive; a large one is divided among the threads."""
+        names = sorted(archive.checksums, key=lambda name: archive.entries[name].offset)
+        whole = sum(archive.entries[name].nbytes for name in names)
+        shares: list[list[str]] = [[]]
+        share = 0
+        for name in names:
+            share += archive.entries[name].nbytes
+            shares[-1].append(name)
+            if share >= max(_SHARE, whole // _SHARES):
+                shares.append([])
+                share = 0
+        for part in shares:
+            if part:
+                location = files.sources[archive.entries[part[0]].file].location
+                self._waiting.append(self._pool.submit(self._check, archive, part, location))
 
     def result(self) -> None:
         """Wait; raise :class:`InvalidCheckpoint` for the first entry that is wrong."""
         for future in self._waiting:
             future.result()
 
-    def _check(self, archive: Archive, locations: Mapping[int, str]) -> None:
+    def _check(self, archive: Archive, names: Iterable[str], location: str) -> None:
         buffer = memoryview(bytearray(_BUFFER))
-        for number, location in locations.items():
-            descriptor = os.open(location, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                for name, expected in archive.checksums.items():
-                    if self._ended.is_set():
-                        return
-                    extent = archive.entries[name]
-                    if extent.file == number:
-                        found = _crc32(descriptor, extent, buffer)
-                        if found != expected:
-                            raise _damaged(archive.path, name)
-            finally:
-                os.close(descriptor)
+        descriptor = os.open(location, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            for name in names:
+                if self._ended.is_set():
+                    return
+                if _crc32(descriptor, archive.entries[name], buffer) != archive.checksums[name]:
+                    raise _damaged(archive.path, name)
+        finally:
+            os.close(descriptor)
 
 
 def _crc32(descriptor: int, extent: Extent, buffer: memoryview) -> int:

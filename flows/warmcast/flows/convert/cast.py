@@ -67,9 +67,8 @@ def _cast(tensor: Tensor, target: str) -> Tensor:
 def cast_values(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
     """Values as ``dtype``; :class:`InvalidCheckpoint`, naming the tensor, if one grows infinite."""
     cast_ = values.to(dtype)
-    infinite = cast_.isinf()
-    if infinite.any():
-        grown = infinite & values.isfinite()
+    if not cast_.isfinite().all():
+        grown = cast_.isinf() & values.isfinite()
         if grown.any():
             raise InvalidCheckpoint(
                 f"tensor {name!r}",

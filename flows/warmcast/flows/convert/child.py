@@ -4,9 +4,10 @@ Standard input: one JSON object, a :class:`Job`. Standard output: JSON lines, so
 ``{"progress": bytes}`` and at last ``{"done": {...}}`` or ``{"failed": {...}}``. What libraries
 print goes to standard error. The process ends with its parent.
 
-Memory is bounded by RLIMIT_DATA: what the process holds once torch is imported, plus 512 MiB, plus
-the largest tensor once that is known. Files are read in pieces or mapped for reading alone; such
-mappings are the page cache's, and not counted. Not bounded by RLIMIT_AS, which counts the
+Memory is bounded by RLIMIT_DATA: what the process holds at its start (and torch, where that is
+needed), plus 512 MiB, plus the largest file as long as the checkpoint is opened, and the largest
+tensor as long as it is written. Files are read in pieces or mapped for reading alone; such mappings
+are the page cache's, and not counted. Not bounded by RLIMIT_AS, which counts the
 libraries' mappings too, and these come to tens of GB where torch is built for GPUs.
 """
 
@@ -26,6 +27,7 @@ from typing import Any, Literal
 
 from warmcast.flows.convert.archive import Checksums
 from warmcast.flows.convert.embeddings import tie_embeddings
+from warmcast.flows.convert.memory import import_torch, set_bound
 from warmcast.flows.convert.options import ConvertOptions
 from warmcast.flows.convert.safetensors import write_safetensors
 from warmcast.flows.convert.shards import shard
@@ -95,6 +97,9 @@ def main() -> None:
         else:
             raise
     _tell(report, answer)
+    # There is nothing to tidy up, and torch takes long to.
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _tell(report: Any, line: Mapping[str, Any]) -> None:
@@ -110,14 +115,8 @@ def _end_with_parent(parent: int) -> None:
 
 
 def _convert(job: Job, tell: Callable[[int], None]) -> dict[str, Any]:
-    # One thread: stacks and arenas of a pool would count against the bound.
-    os.environ["OMP_NUM_THREADS"] = "1"
-    import torch
-
-    torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    held = _data_nbytes()
-    _bound_memory(held + ALLOWANCE)
+    set_bound(ALLOWANCE + max((source.size for source in job.sources), default=0))
     extra = job.adapter.sources if job.adapter else ()
     with Files((*job.sources, *extra)) as files, Checksums() as checksums:
         checkpoint = _opened(job, files, checksums)
@@ -128,7 +127,9 @@ def _convert(job: Job, tell: Callable[[int], None]) -> dict[str, Any]:
             from warmcast.flows.convert.cast import cast
 
             checkpoint = cast(checkpoint, job.options.dtype, job.options.keep_dtype)
-        _bound_memory(held + ALLOWANCE + largest)
+        if any(tensor.extents is None for tensor in checkpoint.tensors):
+            import_torch()
+        set_bound(ALLOWANCE + largest)
         done = _write(job, files, checkpoint, tell)
         checksums.result()
         files.check()
@@ -183,19 +184,6 @@ def _open(
     from warmcast.flows.convert.pickle import open_pickles
 
     return open_pickles(files, numbers, checksums)
-
-
-def _data_nbytes() -> int:
-    """The bytes that RLIMIT_DATA counts, as they are now."""
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    return 1024 * next(
-        int(line.split()[1]) for line in status.splitlines() if line.startswith("VmData:")
-    )
-
-
-def _bound_memory(nbytes: int) -> None:
-    """Bound it softly: nothing that comes in runs here, and the bound is raised once."""
-    resource.setrlimit(resource.RLIMIT_DATA, (nbytes, resource.RLIM_INFINITY))
 
 
 def _write(

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from warmcast.flows.convert import unpickle
 from warmcast.flows.convert.archive import Checksums
 from warmcast.flows.convert.dcp_metadata import MOST_NBYTES, Chunk, Metadata, Saved, parse_metadata
+from warmcast.flows.convert.memory import import_torch
 from warmcast.flows.convert.state_dict import DTYPES, WRAPPERS, dense, dtype_of
 from warmcast.flows.convert.tensors import (
     PIECE,
@@ -46,6 +47,7 @@ _NO_WEIGHTS = ("optimizer", "optim", "lr_scheduler", "scheduler", "rng_state", "
 
 def open_dcp(files: Files, numbers: Sequence[int], checksums: Checksums) -> Checkpoint:
     """The weights of a checkpoint whose ``.metadata`` is among the files."""
+    import_torch()
     by_path = {files.sources[number].path: number for number in numbers}
     number = next(n for path, n in by_path.items() if path.rpartition("/")[2] == METADATA)
     source = files.sources[number]
@@ -186,7 +188,7 @@ def _placed(
         files, Extent(number, chunk.item.offset, chunk.item.nbytes), f"{folder}{chunk.item.file}"
     )
     if loaded.archive is not None:
-        checksums.add(files, [loaded.archive])
+        checksums.add(files, loaded.archive)
     return _in_storage(loaded, saved, chunk, where)
 
 

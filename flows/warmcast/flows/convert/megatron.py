@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from warmcast.flows.convert import unpickle
 from warmcast.flows.convert.archive import Checksums
 from warmcast.flows.convert.embeddings import same_bytes
+from warmcast.flows.convert.memory import import_torch
 from warmcast.flows.convert.options import MergeRule, MergeRules
 from warmcast.flows.convert.pickle import stored_tensors
 from warmcast.flows.convert.state_dict import WRAPPERS
@@ -62,6 +63,7 @@ def open_megatron(
 
     Raises :class:`UsageError` for rules that do not fit, and :class:`InvalidCheckpoint`.
     """
+    import_torch()
     if rules is None:
         raise UsageError("merge", expected="rules for tensor-parallel shards", found="none")
     merged: dict[str, Tensor] = {}
@@ -108,7 +110,7 @@ def _open_rank(files: Files, number: int, checksums: Checksums) -> tuple[_Rank, 
     source = files.sources[number]
     loaded = unpickle.load(files, Extent(number, 0, source.size), source.path, _INERT)
     if loaded.archive is not None:
-        checksums.add(files, [loaded.archive])
+        checksums.add(files, loaded.archive)
     if not isinstance(loaded.value, Mapping):
         raise InvalidCheckpoint(
             source.path, expected="a dict of tensors", found=type(loaded.value).__name__

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from warmcast.flows.convert import unpickle
 from warmcast.flows.convert.archive import Checksums
-from warmcast.flows.convert.state_dict import DTYPES, PAIRS, dense, dtype_of, state_dict
+from warmcast.flows.convert.memory import import_torch
+from warmcast.flows.convert.plain import NotPlain, PlainTensor, load_plain
+from warmcast.flows.convert.state_dict import DTYPES, PAIRS, check_name, dense, dtype_of, state_dict
 from warmcast.flows.convert.tensors import (
     Checkpoint,
     Extent,
@@ -21,6 +23,7 @@ from warmcast.flows.convert.tensors import (
 from warmcast.flows.convert.ties import HIDDEN, Stored, View, resolve_ties, row_major
 from warmcast.flows.errors import InvalidCheckpoint
 from warmcast.flows.steps.weights import add_names
+from warmcast.manifests import dtypes
 from warmcast.manifests.manifest import TiedEntry
 
 if TYPE_CHECKING:
@@ -39,17 +42,53 @@ def open_pickles(files: Files, numbers: Sequence[int], checksums: Checksums) -> 
     hidden = 0
     for number in numbers:
         source = files.sources[number]
-        loaded = unpickle.load(files, Extent(number, 0, source.size), source.path)
-        state, ignored = state_dict(loaded.value, source.path)
-        add_names(holder, state, source.path)
-        stored = stored_tensors(files, source.path, state, loaded.places, hidden)
+        names, stored, ignored = _open(files, number, hidden, checksums)
+        add_names(holder, names, source.path)
         hidden += sum(tensor.name.startswith(HIDDEN) for tensor, _ in stored)
         tensors += [tensor for tensor, _ in stored]
         tied += [tie for _, item in stored for tie in item.tied]
         left_out += ignored
-        if loaded.archive is not None:
-            checksums.add(files, [loaded.archive])
     return Checkpoint(tuple(tensors), tuple(tied), tuple(left_out), holder=holder)
+
+
+Opened = tuple[list[str], list[tuple[Tensor, Stored]], list[str]]
+
+
+def _open(files: Files, number: int, hidden: int, checksums: Checksums) -> Opened:
+    """One file's names, what is stored of them, and what is left out."""
+    source = files.sources[number]
+    extent = Extent(number, 0, source.size)
+    if not unpickle.is_archive(files, extent):
+        return _with_torch(files, unpickle.load(files, extent, source.path), source.path, hidden)
+    archive, data = unpickle.open_pickle(files, extent, source.path)
+    checksums.add(files, archive)
+    try:
+        return _plain(files, load_plain(archive, data), source.path, hidden)
+    except (NotPlain, InvalidCheckpoint):
+        # What it is, or what is wrong with it, is for torch to say.
+        loaded = unpickle.load_archive(archive, data, source.path)
+        return _with_torch(files, loaded, source.path, hidden)
+
+
+def _plain(files: Files, value: Any, path: str, hidden: int) -> Opened:
+    state, ignored = state_dict(value, path, PlainTensor)
+    for name in state:
+        check_name(path, name)
+    stored = []
+    for item in resolve_ties((tensor.view(name) for name, tensor in state.items()), hidden):
+        tensor = state[item.view.name]
+        begin, end = item.span or (tensor.offset, tensor.offset + item.view.numel)
+        place, size = tensor.storage.place, dtypes.BITS[item.view.dtype] // 8
+        extent = Extent(place.file, place.offset + begin * size, (end - begin) * size)
+        stored.append((in_files(files, item.name, item.view.dtype, item.shape, (extent,)), item))
+    return list(state), stored, ignored
+
+
+def _with_torch(files: Files, loaded: unpickle.Loaded, path: str, hidden: int) -> Opened:
+    import torch
+
+    state, ignored = state_dict(loaded.value, path, torch.Tensor)
+    return list(state), stored_tensors(files, path, state, loaded.places, hidden), ignored
 
 
 def stored_tensors(
@@ -116,6 +155,7 @@ def _tensor(
 
 def _strided(files: Files, tensor: torch.Tensor, place: Extent) -> Iterator[memoryview]:
     """The bytes of a tensor that is not row-major, or is conjugate or negative, row-major."""
+    import_torch()
     import torch
 
     if not tensor.numel():

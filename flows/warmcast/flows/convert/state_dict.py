@@ -7,13 +7,15 @@ beside others that hold none. Values that are no tensors are left out, and named
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from warmcast.flows.convert.ties import HIDDEN
 from warmcast.flows.errors import InvalidCheckpoint
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
 
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
 """Names under which training frameworks keep the weights beside optimizer and step."""
@@ -45,13 +47,13 @@ DTYPES = {
 """safetensors' names of torch's dtypes."""
 
 
-def state_dict(loaded: Any, path: str) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """The tensors by name, and what was left out."""
+def state_dict(loaded: Any, path: str, kind: type[T]) -> tuple[dict[str, T], list[str]]:
+    """The tensors by name, and what was left out; ``kind`` is what a tensor is."""
     if not isinstance(loaded, Mapping):
         raise InvalidCheckpoint(path, expected="a dict of tensors", found=type(loaded).__name__)
-    if _has_tensors(loaded):
-        return _flat(loaded, path)
-    wrapped = [key for key, value in loaded.items() if _is_state_dict(value)]
+    if _has_tensors(loaded, kind):
+        return _flat(loaded, path, kind)
+    wrapped = [key for key, value in loaded.items() if _is_state_dict(value, kind)]
     if len(wrapped) != 1 or wrapped[0] not in WRAPPERS:
         raise InvalidCheckpoint(
             path,
@@ -59,7 +61,7 @@ def state_dict(loaded: Any, path: str) -> tuple[dict[str, torch.Tensor], list[st
             found=f"tensors under {_names(wrapped)}" if wrapped else f"keys {_names(loaded)}",
             do="save the state dict alone",
         )
-    tensors, ignored = _flat(loaded[wrapped[0]], f"{path}: {wrapped[0]}")
+    tensors, ignored = _flat(loaded[wrapped[0]], f"{path}: {wrapped[0]}", kind)
     others = [
         f"{path}: {key!r:.80} ({type(v).__name__})"
         for key, v in loaded.items()
@@ -68,17 +70,15 @@ def state_dict(loaded: Any, path: str) -> tuple[dict[str, torch.Tensor], list[st
     return tensors, ignored + others
 
 
-def _flat(state: Mapping[Any, Any], path: str) -> tuple[dict[str, torch.Tensor], list[str]]:
-    import torch
-
-    tensors: dict[str, torch.Tensor] = {}
+def _flat(state: Mapping[Any, Any], path: str, kind: type[T]) -> tuple[dict[str, T], list[str]]:
+    tensors: dict[str, T] = {}
     ignored = []
     for name, value in state.items():
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, kind):
             if not isinstance(name, str) or not name:
                 raise InvalidCheckpoint(path, expected="names of tensors", found=repr(name)[:80])
             tensors[name] = value
-        elif isinstance(value, (Mapping, list, tuple)) and _has_tensors_within(value):
+        elif isinstance(value, (Mapping, list, tuple)) and _has_tensors_within(value, kind):
             raise InvalidCheckpoint(
                 f"{path}: {name!r}",
                 expected="a tensor",
@@ -90,25 +90,21 @@ def _flat(state: Mapping[Any, Any], path: str) -> tuple[dict[str, torch.Tensor],
     return tensors, ignored
 
 
-def _has_tensors(value: Mapping[Any, Any]) -> bool:
-    import torch
-
-    return any(isinstance(v, torch.Tensor) for v in value.values())
+def _has_tensors(value: Mapping[Any, Any], kind: type) -> bool:
+    return any(isinstance(v, kind) for v in value.values())
 
 
-def _is_state_dict(value: Any) -> bool:
-    return isinstance(value, Mapping) and _has_tensors(value)
+def _is_state_dict(value: Any, kind: type) -> bool:
+    return isinstance(value, Mapping) and _has_tensors(value, kind)
 
 
-def _has_tensors_within(value: Any) -> bool:
+def _has_tensors_within(value: Any, kind: type) -> bool:
     """Whether a container holds tensors at any depth; each container is looked at once."""
-    import torch
-
     seen: set[int] = set()
     waiting = [value]
     while waiting:
         item = waiting.pop()
-        if isinstance(item, torch.Tensor):
+        if isinstance(item, kind):
             return True
         if isinstance(item, (Mapping, list, tuple)) and id(item) not in seen:
             seen.add(id(item))
@@ -125,11 +121,10 @@ def dense(path: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, if it is one that can be stored, or :class:`InvalidCheckpoint`."""
     import torch
 
+    check_name(path, name)
     dtype = dtype_of(tensor)
     problem = None
-    if name.startswith(HIDDEN):
-        problem = f"a name that begins with {HIDDEN!r}, which is taken"
-    elif tensor.is_quantized:
+    if tensor.is_quantized:
         problem = "a quantized one"
     elif tensor.is_nested or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         problem = f"a {type(tensor).__name__}"
@@ -145,6 +140,16 @@ def dense(path: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
             do="convert it before it is saved",
         )
     return tensor.detach()
+
+
+def check_name(path: str, name: str) -> None:
+    """Raise :class:`InvalidCheckpoint` for a name that is taken."""
+    if name.startswith(HIDDEN):
+        raise InvalidCheckpoint(
+            f"{path}: tensor {name!r}",
+            expected="a name of its own",
+            found=f"a name that begins with {HIDDEN!r}, which is taken",
+        )
 
 
 def dtype_of(tensor: torch.Tensor) -> str:

@@ -24,8 +24,8 @@ from warmcast.manifests.manifest import TiedEntry
 if TYPE_CHECKING:
     import torch
 
-PIECE = 1 << 24
-"""Bytes that are read, computed or written at a time."""
+PIECE = 1 << 20
+"""Bytes that are read, computed or written at a time: what a core's cache holds."""
 
 _MOST_OPEN = 128
 """Files that are open at a time: a distributed checkpoint may have thousands."""

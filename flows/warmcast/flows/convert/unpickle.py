@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from warmcast.flows.convert.archive import Archive, check_entry, open_archive
+from warmcast.flows.convert.memory import import_torch
 from warmcast.flows.convert.tensors import Extent, Files
 from warmcast.flows.errors import InvalidCheckpoint, UnsafePickle
 
@@ -73,9 +74,21 @@ def load(files: Files, extent: Extent, path: str, inert: tuple[str, ...] = ()) -
 
     Raises :class:`UnsafePickle`, :class:`InvalidCheckpoint` and ``MemoryError``.
     """
-    head = files.read(Extent(extent.file, extent.offset, min(extent.nbytes, len(_ZIP))))
-    if head != _ZIP:
+    import_torch()
+    if not is_archive(files, extent):
         return _load_older(files, extent, path)
+    archive, data = open_pickle(files, extent, path)
+    return load_archive(archive, data, path, inert)
+
+
+def is_archive(files: Files, extent: Extent) -> bool:
+    """Whether it is an archive, and not the older format."""
+    head = Extent(extent.file, extent.offset, min(extent.nbytes, len(_ZIP)))
+    return files.read(head) == _ZIP
+
+
+def open_pickle(files: Files, extent: Extent, path: str) -> tuple[Archive, bytes]:
+    """An archive, and the pickle in it."""
     archive = open_archive(files, extent, path)
     order = archive.entries.get("byteorder")
     if order is not None and files.read(order) != b"little":
@@ -86,8 +99,13 @@ def load(files: Files, extent: Extent, path: str, inert: tuple[str, ...] = ()) -
             expected=f"a pickle of {MOST_NBYTES} bytes at most",
             found=archive.entries["data.pkl"].nbytes,
         )
+    return archive, check_entry(files, archive, "data.pkl")
+
+
+def load_archive(archive: Archive, data: bytes, path: str, inert: tuple[str, ...] = ()) -> Loaded:
+    """What the pickle ``data`` of an archive holds, as :func:`load` tells it."""
+    import_torch()
     storages = _Storages(path)
-    data = check_entry(files, archive, "data.pkl")
     with _stand_ins(data, inert):
         value = _unpickle(io.BytesIO(data), storages.persistent, path)
     places = {}
