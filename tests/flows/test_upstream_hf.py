@@ -29,7 +29,7 @@ from warmcast.manifests.stores import http
 from warmcast.manifests.stores.http import Http
 
 REPO = "org/model"
-WEIGHTS = os.urandom(300_000)
+WEIGHTS = os.urandom(1_500_000)
 FILES = {
     "model.safetensors": WEIGHTS,
     "config.json": b"{}",
@@ -201,7 +201,7 @@ class TestListing:
             opened().files(deadline)
 
     @pytest.mark.parametrize(
-        "body", ["", "{", "[]", '{"sha": "main"}', '{"sha": 1}', "[" * 100_000]
+        "body", ["", "{", "[]", '{"sha": "main"}', '{"sha": 1}', "[" * 500_000]
     )
     def test_an_answer_that_is_no_commit(self, hub, opened, body):
         hub.fail(b"GET", fault.answer("200 OK", body=body))
@@ -220,9 +220,9 @@ class TestReading:
             if not path.startswith("."):
                 assert read(upstream, path, deadline) == data
         assert read(upstream, "model.safetensors", deadline, 1000, 70_000) == WEIGHTS[1000:71_000]
-        assert read(upstream, "model.safetensors", deadline, 300_000) == b""
-        with pytest.raises(SourceError, match="300000 in all"):
-            read(upstream, "model.safetensors", deadline, 299_999, 2)
+        assert read(upstream, "model.safetensors", deadline, 1_500_000) == b""
+        with pytest.raises(SourceError, match="1500000 in all"):
+            read(upstream, "model.safetensors", deadline, 1_499_999, 2)
 
     def test_a_file_is_looked_for_once(self, hub, opened, deadline):
         upstream = opened()
@@ -234,12 +234,21 @@ class TestReading:
         reader.close()
         assert sum("/resolve/" in request.path for request in hub.asked) == 1
 
+    def test_a_small_file_takes_one_request(self, hub, opened, deadline):
+        upstream = opened()
+        file = named(upstream, "config.json", deadline)
+        asked = len(hub.requests)
+        hub.fail(b"GET", fault.cut(1, by_reset=False))
+        assert read_small(upstream, file, 10, deadline) == b"{}"
+        assert len(hub.requests) == asked + 2  # the one that broke, too
+        assert read(upstream, "config.json", deadline, 1, 1) == b"}"
+
     def test_a_signature_that_expires_in_the_middle_is_asked_for_again(self, hub, opened, deadline):
         upstream = opened()
         reader = upstream.reader(named(upstream, "model.safetensors", deadline), deadline)
         data = bytearray(len(WEIGHTS))
-        for offset in range(0, len(WEIGHTS), 100_000):
-            reader.read_into(offset, memoryview(data)[offset : offset + 100_000], deadline)
+        for offset in range(0, len(WEIGHTS), 500_000):
+            reader.read_into(offset, memoryview(data)[offset : offset + 500_000], deadline)
             hub.storage.good += 1
         reader.close()
         assert data == WEIGHTS
@@ -431,8 +440,8 @@ class TestFaults:
 
     def test_a_range_of_wrong_length(self, hub, opened, deadline):
         upstream = opened()
-        hub.storage.fail(b"GET", fault.passed, fault.with_answer(b"/300000", b"/299999"))
-        with pytest.raises(SourceChanged, match="expected 300000 bytes, found 299999"):
+        hub.storage.fail(b"GET", fault.passed, fault.with_answer(b"/1500000", b"/1499999"))
+        with pytest.raises(SourceChanged, match="expected 1500000 bytes, found 1499999"):
             read(upstream, "model.safetensors", deadline)
 
     @pytest.mark.parametrize(

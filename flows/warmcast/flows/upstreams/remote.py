@@ -29,6 +29,7 @@ from warmcast.manifests.stores.ranges import read_range
 _REDIRECTS = (301, 302, 303, 307, 308)
 _MOST_REDIRECTS = 5
 _MOVED = (400, 401, 403, 404, 410)  # how signed URLs that have expired are refused
+_SMALL = 1 << 20  # bytes of a file that is read in one request, not looked for first
 _MOST_DRAINED = 1 << 16  # bytes that are read to keep a connection
 _TOTAL = re.compile(r"bytes 0-0/(\d+)")
 
@@ -140,7 +141,9 @@ class RemoteReader:
         if not view:
             return
         with explained(listed=True):
-            if self._found(deadline).ranged:
+            if len(view) == self.size <= _SMALL and self._location is None:
+                view[:] = persist(self._where, deadline, lambda: self._read_small(deadline))
+            elif self._found(deadline).ranged:
                 self._read_range(offset, view, deadline)
             else:
                 self._whole().read_into(offset, view, deadline)
@@ -151,6 +154,16 @@ class RemoteReader:
             spool, self._spool = self._spool, None
         if spool is not None:
             spool.close()
+
+    def _read_small(self, deadline: Deadline) -> bytes:
+        """All of it, in one request."""
+        with self._opened(deadline) as response:
+            data = read_all(response, self.size, deadline, self._where)
+        if len(data) != self.size:
+            raise PreconditionFailed(
+                self._where, expected=f"{self.size} bytes", found=f"{len(data)}"
+            )
+        return data
 
     def _read_range(self, offset: int, view: memoryview, deadline: Deadline) -> None:
         validator = self._validator
