@@ -14,13 +14,12 @@ from urllib.parse import unquote, urlsplit
 from warmcast.flows.errors import MissingShard, SourceError
 from warmcast.flows.local import LocalFile, LocalReader
 from warmcast.flows.upstreams import UpstreamFile
+from warmcast.flows.upstreams.listing import DISTRIBUTED
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import UsageError
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CACHE_PREFIX = "models--"
-_DISTRIBUTED = ".metadata"
-"""What begins with a dot is passed over, but for a distributed checkpoint's own."""
 
 
 def open_folder(source: str | Path, deadline: Deadline) -> FolderUpstream:  # noqa: ARG001
@@ -83,7 +82,7 @@ class FolderUpstream:
             ) from cause
         for entry in entries:
             path = f"{prefix}{entry.name}"
-            if entry.name.startswith(".") and entry.name != _DISTRIBUTED:
+            if entry.name.startswith(".") and not (entry.name == DISTRIBUTED and entry.is_file()):
                 continue
             if entry.is_dir():
                 real = os.path.realpath(entry.path)

@@ -10,13 +10,17 @@ from warmcast.manifests.rules import unsafe_path
 
 MOST_FILES = 100_000
 
+DISTRIBUTED = ".metadata"
+"""A distributed checkpoint's file, the only one of a model whose name begins with a dot."""
+
 
 def listing(name: str, files: Iterable[UpstreamFile]) -> tuple[UpstreamFile, ...]:
     """The files in order of their paths.
 
-    Without those of a name, or below a folder, that begins with a dot: they belong to tools, not to
-    the model. Raises :class:`SourceError` for a path that is not
-    below the upstream or is there twice, a negative size, and more than ``MOST_FILES`` files.
+    Without those of a name, or below a folder, that begins with a dot (but for a distributed
+    checkpoint's ``.metadata``): they belong to tools, not to the model. Raises
+    :class:`SourceError` for a path that is not below the upstream or is there twice, a negative
+    size, and more than ``MOST_FILES`` files.
     """
     found: dict[str, UpstreamFile] = {}
     for count, file in enumerate(files):
@@ -32,5 +36,5 @@ def listing(name: str, files: Iterable[UpstreamFile]) -> tuple[UpstreamFile, ...
     return tuple(
         found[path]
         for path in sorted(found)
-        if not any(part.startswith(".") for part in path.split("/"))
+        if not any(part.startswith(".") for part in path.removesuffix(DISTRIBUTED).split("/"))
     )
