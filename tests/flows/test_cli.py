@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from warmcast.flows.run import deploy
 from warmcast.manifests import Mesh
 from warmcast.manifests.command import main
-from warmcast.manifests.origin import blob_key
+from warmcast.manifests.deadline import Deadline
+from warmcast.manifests.origin import Origin, blob_key
 
 
 @pytest.fixture
@@ -72,6 +73,23 @@ def test_mesh(warmcast, safetensors, file_url, tmp_path):
     assert "layers.*.w tp:0" in out
 
 
+def test_what_is_asked_for(warmcast, safetensors, file_url):
+    (safetensors / "notes.txt").write_bytes(b"x")
+    words = ("deploy", safetensors, "--origin", file_url, "--ref", "m@a", "--ref", "m@b")
+    asked = (
+        "--ignore", "*.txt", "--ignore", "tokenizer*", "--dtype", "bfloat16", "--keep-dtype",
+        "layers.1.*", "--shard-by", "layer",
+    )  # fmt: skip
+    code, out, err = warmcast(*words, *asked)
+    assert (code, "m@b: manifest" in out) == (0, True), err
+    with Origin.open(file_url) as origin:
+        manifest = origin.resolve("m@b", Deadline.after(10))
+    assert not {"notes.txt", "tokenizer.json"} & set(manifest.file)
+    assert len({tensor.file for tensor in manifest.tensors}) > 1
+    assert manifest.tensor["layers.0.w"].dtype == "BF16"
+    assert manifest.tensor["layers.1.w"].dtype == "F32"
+
+
 def test_inspect(warmcast, safetensors, file_url, tmp_path):
     manifest = deploy(safetensors, file_url, "m@a").manifest
     (tmp_path / "manifest.json").write_bytes(manifest.data)
@@ -122,6 +140,22 @@ def test_verify(warmcast, safetensors, file_url):
         ("deploy {source} --origin {url} --ref m@a --max-shard-size 5XB", 2, "such as 5GB"),
         ("deploy {source} --origin {url} --ref m@a --deadline 0", 2, "more than 0 seconds"),
         ("deploy {source} --origin {url} --ref m@a --deadline nan", 2, "more than 0 seconds"),
+        ("deploy {source} {source} --origin {url} --ref m@a", 2, "expected one source"),
+        ("deploy --origin {url} --ref m@a", 2, "expected one source, or --file, found none"),
+        (
+            "deploy {source} --origin {url} --ref m@a --dtype int8",
+            2,
+            "--dtype: expected 'bfloat16'",
+        ),
+        ("deploy {source} --origin {url} --ref m@a --shard-by x", 2, "--shard-by: expected 'size'"),
+        ("deploy {source} --origin {url} --ref m@a --keep-dtype x", 2, "a dtype for the others"),
+        ("deploy {source} --origin {url} --ref m@a --merge {source}/no", 2, "a file of rules"),
+        ("deploy {source} --origin {url} --ref m@a --allow !x", 2, "allow '!x'"),
+        ("deploy {source} --origin {url} --ref m@a --allow *.txt", 1, "leaves 0 of"),
+        ("deploy {source} --origin {url} --ref m@a --dask tcp://x:1", 2, "--flow with it"),
+        ("deploy {source} --origin {url} --ref m@a --sign-public-key x", 2, "--sign-command"),
+        ("deploy {source} --origin {url} --ref m@a --sign-key {source}/no", 2, "no"),
+        ("deploy -f {source}/no", 2, "expected a YAML file"),
         ("deploy {source} --origin {url} --ref m@a --mesh {source}/no", 2, "a JSON file"),
         ("deploy {source} --origin {url} --ref m@a --mesh {source}/junk", 2, "expected JSON"),
         ("deploy {source} --origin {url} --ref m@a --mesh {source}/config.json", 2, "dimensions"),

@@ -25,7 +25,7 @@ from warmcast.flows.jobs import run_job, run_jobs
 from warmcast.flows.progress import Progress, for_terminal
 from warmcast.flows.steps.meshes import parse_mesh
 from warmcast.manifests.deadline import Deadline
-from warmcast.manifests.errors import UsageError, WarmcastError
+from warmcast.manifests.errors import UsageError
 from warmcast.manifests.origin import Ref
 
 
@@ -167,8 +167,8 @@ def deploy_file(file: Path, names: Sequence[str], flags: Flags, how: How) -> dic
         print(record["summary"], flush=True)
         return record
 
-    def failed(name: str, cause: WarmcastError) -> None:
-        print(f"warmcast: {name}: {cause}", file=sys.stderr, flush=True)
+    def failed(name: str, why: str) -> None:
+        print(f"warmcast: {name}: {why}", file=sys.stderr, flush=True)
 
     return run_jobs(config.chosen(names), run, limit, failed).record()
 

@@ -14,7 +14,7 @@ from warmcast.flows.run import DeployResult, deploy
 from warmcast.flows.runner import InProcess, Runner, Ticker
 from warmcast.flows.steps.history import Moved, promote
 from warmcast.manifests.deadline import Deadline
-from warmcast.manifests.errors import WarmcastError
+from warmcast.manifests.errors import WarmcastError, one_line
 from warmcast.manifests.origin import Origin, Ref
 
 
@@ -107,7 +107,7 @@ def run_jobs(
     jobs: Mapping[str, Job],
     run: Callable[[str, Job], dict[str, Any]],
     deadline: Deadline,
-    failed: Callable[[str, WarmcastError], None],
+    failed: Callable[[str, str], None],
 ) -> Several:
     """Run each job; ``failed`` is told at once. When the deadline is over, no other is begun."""
     began = time.monotonic()
@@ -117,7 +117,13 @@ def run_jobs(
         try:
             deadline.check(f"deploying {name}")
             done[name] = run(name, job)
-        except WarmcastError as cause:
-            errors[name] = str(cause)
-            failed(name, cause)
+        except Exception as cause:  # noqa: BLE001 - told; the others are not to suffer for it
+            errors[name] = _line(cause)
+            failed(name, errors[name])
     return Several(done, errors, time.monotonic() - began)
+
+
+def _line(cause: Exception) -> str:
+    if isinstance(cause, WarmcastError):
+        return str(cause)
+    return f"{type(cause).__name__}: {one_line(cause)}"

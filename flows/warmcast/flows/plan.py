@@ -133,8 +133,11 @@ def plan_job(job: Job, origin_url: str, deadline: Deadline) -> ModelPlan:
     upstream = open_upstream(job.source, deadline)
     try:
         with Origin.open(origin_url) as origin:
-            recalling = Recalling(upstream, Known(origin, upstream.name), job.allow, job.ignore)
-            plan = resolve(recalling, deadline, convert=job.convert.options())
+            recalling = Recalling(upstream, Known(origin, upstream.name))
+            plan = resolve(
+                recalling, deadline, allow=job.allow, ignore=job.ignore,
+                convert=job.convert.options(),
+            )  # fmt: skip
             return _planned(job, recalling, plan, origin, deadline)
     finally:
         upstream.close()
@@ -189,7 +192,7 @@ def _planned(
         perhaps_nbytes=sum(file.size for file in perhaps),
         converted=converted,
         meshes=tuple(map(_mesh, job.requests())),
-        notes=(*upstream.notes, *plan.left_out),
+        notes=plan.left_out,
         refs=tuple(
             _ref(origin, ref, then, new, (upstream.name, revision), job.requests(), deadline)
             for ref in job.refs

@@ -57,8 +57,9 @@ def plan(
                 print(f"  failed   {cause}")
     moving = sum(p.moving_nbytes for p in done.values())
     perhaps = sum(p.perhaps_nbytes for p in done.values())
+    changing = sum(p.changes for p in done.values())
     summary = (
-        f"{sum(p.changes for p in done.values())} of {len(done) + len(failed)} models would change, "
+        f"{changing} of {len(done) + len(failed)} models would change, "
         f"{nbytes_text(moving)} to move"
         + (f" and perhaps {nbytes_text(perhaps)}" if perhaps else "")
         + (f", {len(failed)} failed" if failed else "")

@@ -218,10 +218,10 @@ def _attempt(
         closing(open_source(source, convert.base, origin, deadline)) as opened,
     ):
         known = Known(origin, opened.name)
-        upstream = Recalling(opened, known, allow, ignore, reread=ticker if repair else None)
+        upstream = Recalling(opened, known, reread=ticker if repair else None)
         job = _Job(
-            str(source), origin, upstream, folder, convert, repair, deadline, progress, ticker,
-            runner(ticker), pace, Lanes(pace.lanes),
+            str(source), origin, upstream, folder, convert, allow, ignore, repair, deadline,
+            progress, ticker, runner(ticker), pace, Lanes(pace.lanes),
         )  # fmt: skip
         with _changed(upstream):
             return job.run(target, revision, meshes, signing, began)
@@ -236,6 +236,8 @@ class _Job:
     upstream: Recalling
     folder: WorkFolder
     convert: ConvertOptions
+    allow: Sequence[str]
+    ignore: Sequence[str]
     repair: bool
     deadline: Deadline
     progress: Progress
@@ -256,13 +258,16 @@ class _Job:
         origin, upstream, deadline = self.origin, self.upstream, self.deadline
         before = origin.ref(target, deadline)
         plan = self.runner.call(
-            "resolve", lambda: resolve(upstream, deadline, convert=self.convert)
+            "resolve",
+            lambda: resolve(
+                upstream, deadline, allow=self.allow, ignore=self.ignore, convert=self.convert
+            ),
         )
         config = _config(upstream, plan.others, deadline)
         others, known = self.to_mirror(plan.others)
         weights = self.weights(plan, config)
         config = config or dict(weights.config)
-        left_out = (*upstream.notes, *plan.left_out, *weights.notes)
+        left_out = (*plan.left_out, *weights.notes)
         for note in left_out:
             self.progress.note(f"note: {note}")
         mirrored = self.mirror(weights, others)

@@ -23,7 +23,6 @@ from warmcast.flows.prefect.deploy import run_in_flow
 from warmcast.flows.prefect.secrets import check_plain, in_environment
 from warmcast.flows.prefect.tasks import Retries
 from warmcast.manifests.deadline import Deadline
-from warmcast.manifests.errors import WarmcastError
 
 Write = Callable[[str], object]
 
@@ -67,8 +66,8 @@ def mirror_flow(
         )  # fmt: skip
         return told | {key: done[key] for key in ("changed", "moved_bytes", "manifest")}
 
-    def failed(name: str, cause: WarmcastError) -> None:
-        logger.error("%s: %s", name, cause)
+    def failed(name: str, why: str) -> None:
+        logger.error("%s: %s", name, why)
 
     with in_environment(secrets or {}):
         done = run_jobs(config.chosen(models or []), run, deadline, failed)

@@ -23,7 +23,6 @@ from warmcast.flows.local import LocalFile
 from warmcast.flows.steps.measure import Measured
 from warmcast.flows.steps.mirror import has_blob
 from warmcast.flows.upstreams import Upstream, UpstreamFile
-from warmcast.flows.upstreams.patterns import select
 from warmcast.manifests.canonical import digest
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import InvalidData
@@ -198,12 +197,9 @@ class Recalling:
         self,
         upstream: Upstream,
         known: Known,
-        allow: Sequence[str] = (),
-        ignore: Sequence[str] = (),
         *,
         reread: Callable[[int], None] | None = None,
     ) -> None:
-        """``allow`` and ``ignore`` are patterns of paths: see :func:`select`."""
         self.name = upstream.name
         self.revision = upstream.revision
         self.remote = False
@@ -211,16 +207,11 @@ class Recalling:
         self._upstream = upstream
         self._known = known
         self._reread = reread
-        self.notes: tuple[str, ...] = ()
-        """What people should know of the files that the patterns leave out."""
-        self._allow, self._ignore = allow, ignore
         self._recalled: dict[tuple[UpstreamFile, bool], KnownFile] = {}
 
     def files(self, deadline: Deadline) -> tuple[UpstreamFile, ...]:
-        """The upstream's files, those that the patterns let pass."""
-        files, notes = select(self._upstream.files(deadline), self._allow, self._ignore)
-        self.notes = tuple(notes)
-        return tuple(files)
+        """The upstream's files."""
+        return self._upstream.files(deadline)
 
     def reader(self, file: UpstreamFile, deadline: Deadline) -> ObjectReader:
         """Reads a small file from the origin where it is known, else from the upstream."""
