@@ -43,6 +43,8 @@ class Elsewhere:
         self.name = f"elsewhere:{folder.name}"
         self.tells = tells
         self.on_read = on_read
+        self.at = threading.local()
+        """``path`` and ``offset`` of the read that ``on_read`` is called for."""
         self.reading = 0
         self.most_reading = 0
         self._log = log or folder.with_name(f"{folder.name}.log")
@@ -94,6 +96,7 @@ class Elsewhere:
             number = self._reads
             self.reading += 1
             self.most_reading = max(self.reading, self.most_reading)
+        self.at.path, self.at.offset = path, offset
         self.on_read(number)
         with self._lock:
             self.reading -= 1

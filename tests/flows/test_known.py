@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from tests.flows.elsewhere import Elsewhere
 from warmcast.flows import upstreams
 from warmcast.flows.errors import SourceChanged
 from warmcast.flows.run import deploy
-from warmcast.flows.steps.journal import Pace
+from warmcast.flows.steps.journal import Pace, read_journal
 from warmcast.flows.steps.verify import verify
 from warmcast.manifests.canonical import canonical_json
 from warmcast.manifests.deadline import Deadline
@@ -54,6 +55,11 @@ def opened(source: Path, monkeypatch: pytest.MonkeyPatch, tells: str = "version"
 
 def again(url: str, ref: str = "m@a", **options):
     return deploy("elsewhere://", url, ref, pace=PACE, **options)
+
+
+def is_at(upstream: Elsewhere, path: str, chunk: int) -> bool:
+    """Whether this is the read of a chunk of a file."""
+    return (upstream.at.path, upstream.at.offset) == (path, chunk * PACE.chunk_nbytes)
 
 
 @pytest.mark.parametrize("tells", ["version", "sha256", "crc32c"])
@@ -143,7 +149,7 @@ def test_a_source_that_changes_is_deployed_as_it_is_then(elsewhere, source, file
     path = source / "model-00001-of-00002.safetensors"
 
     def change(number: int) -> None:
-        if elsewhere.reads[-1][:2] == (path.name, 2 * PACE.chunk_nbytes) and not changed:
+        if is_at(elsewhere, path.name, 2) and not changed:
             changed.append(number)
             save_file({"a": torch.zeros(300, 301)}, path)
 
@@ -160,7 +166,7 @@ def test_a_source_that_keeps_changing_is_an_error(elsewhere, source, file_url, d
     path = source / "model-00001-of-00002.safetensors"
 
     def change(number: int) -> None:
-        if elsewhere.reads[-1][:2] == (path.name, 2 * PACE.chunk_nbytes):
+        if is_at(elsewhere, path.name, 2):
             save_file({"a": torch.randn(300, 300)}, path)
 
     elsewhere.on_read = change
@@ -168,6 +174,31 @@ def test_a_source_that_keeps_changing_is_an_error(elsewhere, source, file_url, d
         again(file_url)
     with Origin.open(file_url) as origin:
         assert list(origin.refs(deadline)) == []
+
+
+def test_a_failure_ends_the_other_transfers_and_leaves_them(elsewhere, file_url, deadline):
+    """The next deploy goes on where they were, at once."""
+    begun, failed = threading.Event(), threading.Event()
+
+    def on_read(number: int) -> None:
+        if elsewhere.at.path == "tokenizer.json":
+            begun.wait(30)
+            failed.set()
+            raise ConnectionResetError
+        if elsewhere.at.offset:
+            begun.set()
+            failed.wait(30)
+
+    elsewhere.on_read = on_read
+    with pytest.raises(ConnectionResetError):
+        again(file_url)
+    with Origin.open(file_url) as origin:
+        (info,) = origin.store.list("transfers/", deadline)
+        journal, _ = read_journal(origin.store, info.key, deadline)
+        assert journal.owner == ""
+    elsewhere.on_read = lambda number: None
+    result = deploy("elsewhere://", file_url, "m@a", pace=replace(PACE, silent=3600))
+    whole(file_url, result.manifest, deadline)
 
 
 @pytest.mark.parametrize("tells", ["version", "sha256"])

@@ -168,6 +168,39 @@ def test_chunks_in_flight_are_bounded(folder_origin, tmp_path):
     assert sum(map(len, lanes._buffers)) <= 2 * pace.chunk_nbytes
 
 
+MEMORY = """
+import resource, sys
+from dataclasses import replace
+from pathlib import Path
+from tests.flows.elsewhere import Elsewhere
+from tests.flows.test_transfer import FAST, stream
+from warmcast.manifests.origin import Origin
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+url, folder = sys.argv[1:]
+pace = replace(FAST, chunk_nbytes=1 << 20, connections=8, lanes=4)
+with Origin.open(url) as origin:
+    source = Elsewhere(Path(folder))
+    stream(origin, source, pace, file=source.file("small"))
+    before = peak()
+    assert stream(origin, source, pace).moved
+print(peak() - before)
+"""
+
+
+def test_memory_is_that_of_the_lanes(folder_origin, tmp_path):
+    source = upstream(tmp_path, b"")
+    os.truncate(source.folder / "x.bin", 48 << 20)
+    (source.folder / "small").write_bytes(bytes(2 << 20))
+    ended = subprocess.run(
+        [sys.executable, "-c", MEMORY, folder_origin.url, str(source.folder)],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert int(ended.stdout) < 12 << 20
+
+
 # Processes that are killed, stopped, and in each other's way
 
 CHILD = """
