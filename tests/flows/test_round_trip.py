@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file, save_model
 
-from tests.flows.checkpoints import bits
+from tests.flows.checkpoints import bits, opened
+from warmcast.flows.convert import pickle
 from warmcast.flows.convert.options import ConvertOptions
+from warmcast.flows.convert.plain import NotPlain
 from warmcast.flows.convert.state_dict import dense, state_dict
 from warmcast.flows.errors import InvalidCheckpoint
 from warmcast.flows.run import deploy
@@ -120,6 +123,32 @@ def test_every_way_to_lie_in_memory(everything, restore, same_bits):
         found[first].fill_(-7)
         changed = {n for n in found if bits(found[n]) != bits(before[n])}
         assert changed == set(groups[tied])
+
+
+def test_plain_state_dicts_are_read_as_torch_reads_them(tmp_path, monkeypatch, dtypes_state):
+    fused, line = torch.randn(12, 4), torch.arange(10.0)
+    plain_dtypes = {n: t for n, t in dtypes_state.items() if t.dtype != torch.float4_e2m1fn_x2}
+    state = plain_dtypes | {
+        "qkv": fused, "q": fused[:4], "a": line[:6], "b": line[4:], "lone": line.clone()[2:5],
+        "parameter": torch.nn.Parameter(torch.randn(2)), "empty": torch.empty(2, 0),
+        "scalar": torch.tensor(2, dtype=torch.int8), "number": 3,
+    }  # fmt: skip
+    for name, saved in (("x.bin", state), ("y.bin", {"model": OrderedDict(state), "epoch": 3})):
+        torch.save(saved, tmp_path / name)
+        found, plain = opened("pickle", [tmp_path / name])
+        assert all(tensor.extents is not None for tensor in plain.tensors)
+        with monkeypatch.context() as patch:
+            patch.setattr(pickle, "load_plain", not_plain)
+            expected, torchs = opened("pickle", [tmp_path / name])
+        assert {n: bits(t) for n, t in found.items()} == {n: bits(t) for n, t in expected.items()}
+        assert (plain.tied, plain.left_out) == (torchs.tied, torchs.left_out)
+        assert [(t.name, t.extents) for t in plain.tensors] == [
+            (t.name, t.extents) for t in torchs.tensors
+        ]
+
+
+def not_plain(*_):
+    raise NotPlain
 
 
 def test_expanded_tensor_stays_small(deployed, restore):

@@ -8,6 +8,7 @@ file, as those of a distributed checkpoint do.
 from __future__ import annotations
 
 import io
+import mmap
 import os
 import struct
 import threading
@@ -21,7 +22,9 @@ from warmcast.flows.convert.tensors import Extent, Files
 from warmcast.flows.errors import InvalidCheckpoint
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
-_BUFFER = 1 << 18
+_SMALL = 1 << 18
+_WINDOW = 1 << 26
+_MAP = mmap.MAP_SHARED | mmap.MAP_POPULATE
 _WORKERS = 2
 _SHARE, _SHARES = 1 << 26, 64
 
@@ -112,27 +115,32 @@ class Checksums:
             future.result()
 
     def _check(self, archive: Archive, names: Iterable[str], location: str) -> None:
-        buffer = memoryview(bytearray(_BUFFER))
         descriptor = os.open(location, os.O_RDONLY | os.O_CLOEXEC)
         try:
             for name in names:
                 if self._ended.is_set():
                     return
-                if _crc32(descriptor, archive.entries[name], buffer) != archive.checksums[name]:
+                if _crc32(descriptor, archive.entries[name]) != archive.checksums[name]:
                     raise _damaged(archive.path, name)
         finally:
             os.close(descriptor)
 
 
-def _crc32(descriptor: int, extent: Extent, buffer: memoryview) -> int:
-    found = done = 0
-    while done < extent.nbytes:
-        view = buffer[: extent.nbytes - done]
-        count = os.preadv(descriptor, [view], extent.offset + done)
-        if not count:
-            break
-        found = zlib.crc32(view[:count], found)
-        done += count
+def _crc32(descriptor: int, extent: Extent) -> int:
+    """An extent's CRC-32: of small ones as they are read, of others as they are mapped."""
+    if extent.nbytes <= _SMALL:
+        return zlib.crc32(os.pread(descriptor, extent.nbytes, extent.offset))
+    found = 0
+    end = extent.offset + extent.nbytes
+    # Windows begin where pages do, but for the first, which begins in one.
+    start = extent.offset - extent.offset % mmap.ALLOCATIONGRANULARITY
+    for begin in range(start, end, _WINDOW):
+        length = min(_WINDOW, end - begin)
+        with (
+            mmap.mmap(descriptor, length, flags=_MAP, prot=mmap.PROT_READ, offset=begin) as window,
+            memoryview(window) as view,
+        ):
+            found = zlib.crc32(view[max(0, extent.offset - begin) :], found)
     return found
 
 

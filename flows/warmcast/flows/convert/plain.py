@@ -89,8 +89,11 @@ class _Unpickler(pickle.Unpickler):
         dtype = _UNTYPED if kind is _GLOBALS["torch.storage", "UntypedStorage"] else kind.dtype
         if pid[0] != "storage" or place.nbytes != numel * _width(dtype):
             raise NotPlain
-        storage = PlainStorage(len(self._storages), dtype, place)
-        return self._storages.setdefault(key, storage)
+        fresh = PlainStorage(len(self._storages), dtype, place)
+        storage = self._storages.setdefault(key, fresh)
+        if storage.dtype != dtype:
+            raise NotPlain
+        return storage
 
 
 class _Dtype(str):

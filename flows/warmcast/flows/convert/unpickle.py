@@ -156,6 +156,7 @@ class _Storages:
         self._path = path
         self.by_key: dict[str, tuple[Any, int]] = {}
         self.numel: dict[str, int] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
 
     def persistent(self, saved: Any) -> Any:
         """The storage that a persistent id of the pickle means."""
@@ -175,9 +176,10 @@ class _Storages:
                 raise pickle.UnpicklingError(f"a storage of {nbytes} bytes")
             self.by_key[key] = torch.UntypedStorage(nbytes, device="meta"), nbytes
             self.numel[key] = numel
+            self._dtypes[key] = dtype
         storage, known = self.by_key[key]
-        if nbytes != known:
-            raise pickle.UnpicklingError(f"storage {key!r} of two lengths")
+        if (nbytes, dtype) != (known, self._dtypes[key]):
+            raise pickle.UnpicklingError(f"storage {key!r} of two lengths or dtypes")
         return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
