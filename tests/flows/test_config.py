@@ -25,7 +25,7 @@ defaults:
   refs: [staging, prod]
 models:
   team/minilm:
-    upstream: hf://org/minilm
+    upstream: hf://org/minilm?xet=no
     revision: main
     allow: ["*.safetensors", "*.json"]
     convert: {max_shard_size: 2GB, keep_dtype: []}
@@ -56,7 +56,7 @@ def test_what_it_says(tmp_path):
     found = config(tmp_path, FULL)
     assert found.origin == "s3://bucket/prefix"
     minilm, shards, adapter = found.jobs.values()
-    assert (minilm.source, minilm.revision) == ("hf://org/minilm@main", None)
+    assert (minilm.source, minilm.revision) == ("hf://org/minilm@main?xet=no", None)
     assert minilm.refs == ("team/minilm@prod",)
     assert (minilm.allow, minilm.ignore) == (("*.safetensors", "*.json"), ("*.onnx",))
     assert minilm.convert.options() == ConvertOptions(dtype="bfloat16", max_shard_nbytes=2 * 10**9)

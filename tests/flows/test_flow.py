@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import kubernetes_validate
@@ -214,6 +215,40 @@ def test_what_does_not_pass_ends(prefect_server):
     assert calls == [1, 1]
 
 
+def test_a_flow_that_is_ended_leaves_nothing(prefect_server, web, file_url, work):
+    """By SIGTERM, as a worker sends it to cancel a run."""
+    asked, go_on = threading.Event(), threading.Event()
+    web.put("/m/pytorch_model.bin", b"to be fetched into the work folder")
+    web.files.pop("/m/model.safetensors")
+    answer = web.answer
+
+    def held(request):
+        if request.method == "GET" and request.path == "/m/pytorch_model.bin":
+            asked.set()
+            go_on.wait(60)
+        return answer(request)
+
+    web.answer = held
+    source = f"{web.url}/m/#files=config.json,pytorch_model.bin"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "warmcast.manifests", "deploy", source, "--flow", "--ref", "m@a",
+         "--origin", file_url, "--work", str(work)],
+        env={**os.environ, "PREFECT_API_URL": prefect_server}, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert asked.wait(60)
+        process.terminate()
+        _, told = process.communicate(timeout=60)
+    finally:
+        go_on.set()
+        process.kill()
+    assert process.returncode != 0
+    assert "Traceback" not in told
+    assert not list(work.iterdir())
+    with Origin.open(file_url) as origin:
+        assert not list(origin.refs(Deadline.after(10)))
+
+
 # Limits and secrets
 
 
@@ -246,6 +281,7 @@ def test_limit_of_an_upstream(deploy_flow, client, web, file_url, work):
         ("./folder", None),
         ("file:///folder", None),
         ("hf://org/repo@main", "warmcast-hf-huggingface.co"),
+        ("hf://org/repo?endpoint=https://hub.local:1/x", "warmcast-hf-hub.local"),
         ("s3://Bucket_1/x", "warmcast-s3-bucket-1"),
         ("https://user@Example.com:8443/x/", "warmcast-https-example.com"),
     ],

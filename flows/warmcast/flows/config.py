@@ -239,9 +239,10 @@ def source_of(upstream: str, revision: str | None, folder: Path) -> tuple[str, s
         return _located(upstream, folder), revision
     if revision is None:
         return upstream, None
-    if "@" in upstream.removeprefix(_HUB):
+    repository, mark, options = upstream.partition("?")
+    if "@" in repository.removeprefix(_HUB):
         raise UsageError("revision", expected=f"one revision of {upstream}", found=repr(revision))
-    return f"{upstream}@{revision}", None
+    return f"{repository}@{revision}{mark}{options}", None
 
 
 def _located(source: str, folder: Path) -> str:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from prefect.client.orchestration import get_client
 from prefect.concurrency.sync import concurrency
@@ -29,8 +29,10 @@ def limit_name(source: str) -> str | None:
     url = urlsplit(source)
     if "://" not in source or url.scheme == "file":
         return None
-    hub = url.scheme == "hf"
-    host = urlsplit(os.environ.get("HF_ENDPOINT", _HUB)).hostname if hub else url.hostname
+    host = url.hostname
+    if url.scheme == "hf":
+        asked = dict(parse_qsl(url.query)).get("endpoint")
+        host = urlsplit(asked or os.environ.get("HF_ENDPOINT") or _HUB).hostname
     return re.sub(r"[^a-z0-9.-]+", "-", f"warmcast-{url.scheme}-{host}".lower())
 
 
