@@ -20,8 +20,10 @@ help:
 demo: $(STAMP)
 	@$(BIN)/warmcast demo
 
+# Two at a time: much of a test is waiting, for a server to start or a fault to be noticed. The
+# tests of one file run one after another.
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(STAMP)
 	$(BIN)/ruff check .

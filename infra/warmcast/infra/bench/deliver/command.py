@@ -52,7 +52,7 @@ def deliver(
     if failing and not simulate:
         raise UsageError("--failing", expected="--simulate with it", found="none")
 
-    from warmcast.flows.cli import parse_size
+    from warmcast.flows.config import parse_size
     from warmcast.infra.bench import record
 
     nbytes = parse_size(size, "--size")
