@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from warmcast.flows.convert import dcp as module
 from warmcast.flows.convert import process
 from warmcast.flows.convert.archive import Checksums
 from warmcast.flows.convert.dcp import open_dcp
@@ -98,6 +99,14 @@ def test_shards_of_ranks(sharded, source, file_url, work, restore, same_bits):
     assert [f.path for f in result.manifest.files] == [
         "config.json", "model.safetensors", "tokenizer.json",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("nbytes", [1, 30, 70])
+def test_a_block_of_rows_at_a_time(sharded, monkeypatch, nbytes):
+    monkeypatch.setattr(module, "PIECE", nbytes)
+    found, _ = opened(sharded)
+    assert found["columns"][2] == full(6, 7).bfloat16().view(torch.uint8).numpy().tobytes()
+    assert found["deep"][2] == full(3, 4, 6).numpy().tobytes()
 
 
 def test_one_process(tmp_path, dtypes_state):

@@ -132,6 +132,16 @@ def test_shards_that_are_not_row_major(tmp_path):
     assert torch.equal(found["v"], torch.cat([rank["v"] for rank in ranks]))
 
 
+def test_a_block_of_rows_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr("warmcast.flows.convert.megatron.PIECE", 40)
+    ranks = [{"w": torch.randn(7, 6), "v": torch.randn(6, 7).t()} for _ in range(2)]
+    found, _ = merged(tmp_path, ranks, {"*": {"concat": 1, "parts": 2}})
+    for name in ("w", "v"):
+        halves = [rank[name].chunk(2, 1) for rank in ranks]
+        parts = [half[part] for part in range(2) for half in halves]
+        assert torch.equal(found[name], torch.cat(parts, 1))
+
+
 ONE = {"w": torch.ones(4, 2)}
 
 

@@ -147,6 +147,21 @@ def test_plain_state_dicts_are_read_as_torch_reads_them(tmp_path, monkeypatch, d
         ]
 
 
+def test_strided_tensors_a_block_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr("warmcast.flows.convert.tensors.PIECE", 20)
+    line = torch.arange(120.0)
+    state = {
+        "turned": line.reshape(4, 30).t(),
+        "deep": line.clone().reshape(2, 3, 20).permute(2, 0, 1)[:, :, :2],
+        "conj": torch.randn(5, 6, dtype=torch.complex64).t().conj(),
+        "neg": torch.randn(5, 6, dtype=torch.complex64).conj().imag,
+    }
+    torch.save(state, tmp_path / "x.bin")
+    found, _ = opened("pickle", [tmp_path / "x.bin"])
+    for name, tensor in state.items():
+        assert bits(found[name]) == bits(tensor.resolve_conj().resolve_neg()), name
+
+
 def not_plain(*_):
     raise NotPlain
 
