@@ -106,24 +106,6 @@ def environment(server: Seaweed, folder: Path, other: Seaweed | None = None) -> 
     return found
 
 
-def emptied(server: Seaweed) -> None:
-    """Take away what the last round has written."""
-    import boto3
-
-    of = server.env
-    client = boto3.client(
-        "s3",
-        endpoint_url=server.url,
-        region_name="us-east-1",
-        aws_access_key_id=of["AWS_ACCESS_KEY_ID"],
-        aws_secret_access_key=of["AWS_SECRET_ACCESS_KEY"],
-    )
-    for page in client.get_paginator("list_objects_v2").paginate(Bucket="origin"):
-        for entry in page.get("Contents", ()):
-            client.delete_object(Bucket="origin", Key=entry["Key"])
-    client.close()
-
-
 def timed(run: Callable[[], float | None]) -> dict[str, float]:
     """Seconds of the wall (by the child's own account, if it has one) and of children's CPU."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -173,6 +155,61 @@ def unchanged(folder: Path, upstream: Seaweed, origin: Seaweed, files: int) -> d
     return {"files": files, "first": round(first.seconds, 2), "again": round(min(times), 2)}
 
 
+CONTENDERS = (
+    "warmcast",
+    "warmcast, sha256 published",
+    "s5cmd cat | pipe",
+    "s5cmd cp, cp",
+    "boto3 get, upload",
+    "server's own copy: s5cmd cp",
+)
+
+
+def contender(
+    name: str,
+    upstream: Seaweed,
+    origin: Seaweed,
+    folder: Path,
+    digest: str,
+    s5cmd: Path,
+    python: Path,
+) -> Callable[[], float | None]:
+    """What a contender runs."""
+    here, there = environment(upstream, folder), environment(origin, folder, upstream)
+    url = f"s3://upstream/m?endpoint={upstream.url}&profile=upstream"
+    me = [sys.executable, __file__, "--child"]
+    scratch = str(folder / "scratch")
+
+    def pipe() -> None:
+        shell(
+            f"AWS_ACCESS_KEY_ID={upstream.access_key} AWS_SECRET_ACCESS_KEY={upstream.secret_key} "
+            f"{s5cmd} --endpoint-url {upstream.url} cat s3://upstream/m/{NAME} | "
+            f"{s5cmd} --endpoint-url {origin.url} pipe s3://origin/pipe/{NAME}",
+            there,
+        )
+
+    def two_copies() -> None:
+        child([str(s5cmd), "cp", f"s3://upstream/m/{NAME}", scratch], here)
+        child([str(s5cmd), "cp", scratch, f"s3://origin/cp/{NAME}"], there)
+
+    def own_copy() -> None:
+        child([str(s5cmd), "cp", f"s3://upstream/m/{NAME}", f"s3://upstream/copy/{NAME}"], here)
+        child([str(s5cmd), "rm", f"s3://upstream/copy/{NAME}"], here)
+
+    runs: dict[str, Callable[[], float | None]] = {
+        "warmcast": lambda: child([*me, url, "s3://origin/one"], there),
+        "warmcast, sha256 published": lambda: child([*me, url, "s3://origin/two", digest], there),
+        "s5cmd cat | pipe": pipe,
+        "s5cmd cp, cp": two_copies,
+        "boto3 get, upload": lambda: child(
+            [str(python), "-c", BOTO3, json.dumps(upstream.env), json.dumps(origin.env), NAME],
+            os.environ,
+        ),
+        "server's own copy: s5cmd cp": own_copy,
+    }
+    return runs[name]
+
+
 def main() -> None:
     """Measure, print, and write JSON where it is asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -187,13 +224,10 @@ def main() -> None:
     limit = Deadline.after(3600)
     with (
         seaweed(limit) as upstream,
-        seaweed(limit) as origin,
         tempfile.TemporaryDirectory(dir="/dev/shm") as place,
     ):
         folder = Path(place)
         upstream.make_bucket("upstream")
-        upstream.make_bucket("other")
-        origin.make_bucket("origin")
         weights = folder / NAME
         count = int(options.gib * (1 << 30) / 8)
         save_file({f"layers.{i}.w": torch.randint(0, 1 << 62, (count // 8,)) for i in range(8)},
@@ -203,45 +237,19 @@ def main() -> None:
             ["sha256sum", str(weights)],  # noqa: S607
             capture_output=True, text=True, check=True,
         ).stdout.split()[0]  # fmt: skip
-        here, there = environment(upstream, folder), environment(origin, folder, upstream)
-        child([str(s5cmd), "cp", str(weights), f"s3://upstream/m/{NAME}"], here)
+        child([str(s5cmd), "cp", str(weights), f"s3://upstream/m/{NAME}"],
+              environment(upstream, folder))  # fmt: skip
         weights.unlink()
-        url = f"s3://upstream/m?endpoint={upstream.url}&profile=upstream"
-        me = [sys.executable, __file__, "--child"]
-        scratch = folder / "scratch"
-        pipeline = (
-            f""
-            f"AWS_ACCESS_KEY_ID={upstream.access_key} AWS_SECRET_ACCESS_KEY={upstream.secret_key} "
-            f"{s5cmd} --endpoint-url {upstream.url} cat s3://upstream/m/{NAME} | "
-            f"{s5cmd} --endpoint-url {origin.url} pipe s3://origin/pipe/{NAME}"
-        )
-
-        def two_copies() -> None:
-            child([str(s5cmd), "--endpoint-url", upstream.url, "cp", f"s3://upstream/m/{NAME}",
-                   str(scratch)], here)  # fmt: skip
-            child([str(s5cmd), "--endpoint-url", origin.url, "cp", str(scratch),
-                   f"s3://origin/cp/{NAME}"], there)  # fmt: skip
-
-        contenders: dict[str, Callable[[], float | None]] = {
-            "warmcast": lambda: child([*me, url, "s3://origin/one"], there),
-            "warmcast, sha256 published": lambda: child(
-                [*me, url, "s3://origin/two", digest], there),
-            "s5cmd cat | pipe": lambda: shell(pipeline, there),
-            "s5cmd cp, cp": two_copies,
-            "boto3 get, upload": lambda: child(
-                [str(python), "-c", BOTO3, json.dumps(upstream.env), json.dumps(origin.env), NAME],
-                os.environ),
-            "server's own copy: s5cmd cp": lambda: child(
-                [str(s5cmd), "--endpoint-url", upstream.url, "cp", f"s3://upstream/m/{NAME}",
-                 f"s3://other/{NAME}"], here),
-        }  # fmt: skip
-        rounds: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
+        rounds: dict[str, list[dict[str, float]]] = {}
         for _ in range(options.repeat):
-            for name, run in contenders.items():
-                rounds[name].append(timed(run))
+            for name in CONTENDERS:
+                # An origin of its own, so that none pays for what another left behind.
+                with seaweed(limit) as origin:
+                    origin.make_bucket("origin")
+                    run = contender(name, upstream, origin, folder, digest, s5cmd, python)
+                    rounds.setdefault(name, []).append(timed(run))
                 print(name, rounds[name][-1], file=sys.stderr, flush=True)
-                scratch.unlink(missing_ok=True)
-                emptied(origin)
+                (folder / "scratch").unlink(missing_ok=True)
         cases = [
             {
                 "what": name,
@@ -253,7 +261,9 @@ def main() -> None:
             }
             for name, found in rounds.items()
         ]
-        many = unchanged(folder, upstream, origin, 100)
+        with seaweed(limit) as origin:
+            origin.make_bucket("origin")
+            many = unchanged(folder, upstream, origin, 100)
     result = {
         "benchmark": "one file from S3 to S3, two SeaweedFS servers on the same machine",
         "machine": record.machine(),

@@ -99,6 +99,15 @@ def test_bytes_are_known_under_another_name(elsewhere, source, tmp_path, file_ur
     assert [t.file for t in second.manifest.tensors] == [t.file for t in first.manifest.tensors]
 
 
+def test_weights_that_came_from_a_folder_are_known(elsewhere, source, file_url):
+    elsewhere.tells = "sha256"
+    plain = deploy(source, file_url, "m@a").manifest
+    result = again(file_url)
+    assert result.moved == ()
+    assert not any(path.endswith(".safetensors") for path, _, _ in elsewhere.reads)
+    assert result.manifest.files == plain.files
+
+
 def test_what_changed_is_read_and_nothing_else(elsewhere, source, file_url, deadline):
     again(file_url)
     (source / "tokenizer.json").write_bytes(b'{"new": 1}')

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.flows.elsewhere import Elsewhere
-from tests.manifests.s3_proxy import error
+from tests.manifests.s3_proxy import error, flipped_request
 from warmcast.flows.chunks import Lanes
 from warmcast.flows.errors import SourceChanged
 from warmcast.flows.steps import abandoned
@@ -437,6 +437,15 @@ def test_a_full_disk(folder_origin, tmp_path, deadline):
     assert stream(folder_origin, source, FAST).measured == plainly(SMALL_CHUNKS)
     assert source.read_of("x.bin") < first + len(SMALL_CHUNKS)  # what had room was kept
     assert leftovers(folder_origin, deadline) == []
+
+
+def test_a_part_that_is_damaged_on_its_way_is_sent_again(proxy, s3_url, tmp_path, deadline):
+    source = upstream(tmp_path, LARGE)
+    with Origin.open(s3_url) as origin:
+        parts = f"PUT /{s3_url.removeprefix('s3://')}/transfers/staged".encode()
+        proxy.fail(parts, flipped_request)
+        assert stream(origin, source, PACE).measured == plainly(LARGE)
+        assert source.read_of("x.bin") == len(LARGE)
 
 
 # What nobody goes on with

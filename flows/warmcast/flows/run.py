@@ -406,7 +406,9 @@ class _Job:
             tick = Halved(self.ticker)
             mirrored = self.runner.map(
                 "mirror",
-                lambda file: self._mirror(file, weights.headers.get(file.path), tick),
+                lambda file: self._mirror(
+                    file, weights.headers.get(file.path), tick, as_it_is=weights.key is None
+                ),
                 files,
                 lambda file: file.path,
                 lambda file: self._errand(file, weights.headers.get(file.path)),
@@ -443,13 +445,19 @@ class _Job:
         file: LocalFile | UpstreamFile,
         header: Header | None,
         tick: Callable[[int], None],
+        *,
+        as_it_is: bool,
     ) -> Mirrored:
+        """Put a file into the origin; ``as_it_is``: it may come from elsewhere another time."""
         tensors = () if header is None else header.tensors
-        if isinstance(file, LocalFile):
-            return mirror_file(
-                self.origin, file, tensors, self.deadline, tick, repair=self.repair
-            )  # fmt: skip
         metadata = None if header is None else header.metadata
+        if isinstance(file, LocalFile):
+            mirrored = mirror_file(
+                self.origin, file, tensors, self.deadline, tick, repair=self.repair
+            )
+            if mirrored.moved and as_it_is and metadata is not None:
+                self.upstream.remember(None, mirrored.measured, self.deadline, metadata=metadata)
+            return mirrored
 
         def recall() -> Measured | None:
             found = self.upstream.recall(file, self.deadline, weights=header is not None)

@@ -4,6 +4,7 @@
     manifests/sha256/<digest>.json     immutable
     refs/<model>/<name>.json           {manifest, previous, updated_at}; compare-and-swap only
     upstreams/<key>.json               what an upstream called a file, and which blobs it became
+    transfers/…                        what is on its way into a blob; nothing that readers need
     truths/<identity>.json             the truth of a state that was changed after loading
 
 A ref is written ``model@name`` (``minilm@prod``); a manifest may also be named by its digest. A

@@ -254,7 +254,7 @@ class Recalling:
 
     def remember(
         self,
-        file: UpstreamFile,
+        file: UpstreamFile | None,
         measured: Measured,
         deadline: Deadline,
         *,
