@@ -61,7 +61,7 @@ def tables(manifest: Manifest, limit: int | None) -> list[Table]:
         result.append(_table("tied", columns, tied, len(manifest.tied), limit))
     if manifest.layouts:
         layouts = map(_layout, manifest.layouts)
-        columns = ["mesh", "ranks", "plan", "mesh key"]
+        columns = ["mesh", "ranks", "rank files", "plan", "mesh key"]
         result.append(_table("layouts", columns, layouts, len(manifest.layouts), limit))
     return result
 
@@ -69,7 +69,8 @@ def tables(manifest: Manifest, limit: int | None) -> list[Table]:
 def _layout(layout: Layout) -> Sequence[str]:
     dimensions = " × ".join(f"{name} {size}" for name, size in layout.mesh.dimensions)
     plan = ", ".join(f"{pattern} {rule}" for pattern, rule in layout.mesh.plan.items())
-    return dimensions or "-", str(len(layout.ranks)), plan or "-", layout.mesh_key[:16]
+    files = str(len({shard.file for shard in layout.shards}) or "-")
+    return dimensions or "-", str(len(layout.ranks)), files, plan or "-", layout.mesh_key[:16]
 
 
 def _shape(shape: Sequence[int]) -> str:
