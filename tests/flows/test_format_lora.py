@@ -193,6 +193,14 @@ def test_an_adapter_alone(adapter, file_url):
     assert {"adapter_config.json", "adapter_model.safetensors"} <= set(manifest.file)
 
 
+def test_an_adapter_alone_as_a_pickle(adapter, file_url, work):
+    (adapter / "adapter_model.safetensors").unlink()
+    torch.save(Q, adapter / "adapter_model.bin")
+    manifest = deploy(adapter, file_url, "m@a", work=work).manifest
+    assert set(manifest.tensor) == set(Q)
+    assert {t.file for t in manifest.tensors} == {"adapter_model.safetensors"}
+
+
 def test_deploy(adapter, base, file_url, work, restore):
     options = ConvertOptions(base=str(base), dtype="float32")
     result = deploy(adapter, file_url, "m@a", work=work, convert=options)

@@ -35,6 +35,7 @@ from warmcast.manifests.origin import Origin
 
 _KIND = "upstreams"
 _BUFFER = 1 << 22
+_ADAPTER = "adapter_model"
 
 
 class ConversionRecord(Record):
@@ -80,6 +81,12 @@ class Request:
         """Bytes that are read."""
         extra = self.adapter.files if self.adapter else ()
         return sum(file.size for file in (*self.files, *extra))
+
+    @property
+    def stem(self) -> str:
+        """What the names of the converted files begin with."""
+        alone = self.adapter is None and len(self.files) == 1
+        return _ADAPTER if alone and self.files[0].path == f"{_ADAPTER}.bin" else "model"
 
     @property
     def tie_embeddings(self) -> bool:
@@ -182,14 +189,16 @@ def convert_weights(
         LocalFile.of(name, location.rename(folder / name)) for name, location in converted.extra
     )
     return Conversion(
-        (*_named(converted.files, folder), *extra),
+        (*_named(converted.files, folder, request.stem), *extra),
         converted.tied,
         converted.left_out,
         converted.config,
     )
 
 
-def _named(parts: Sequence[tuple[Path, tuple[str, ...]]], folder: Path) -> tuple[LocalFile, ...]:
+def _named(
+    parts: Sequence[tuple[Path, tuple[str, ...]]], folder: Path, stem: str
+) -> tuple[LocalFile, ...]:
     """Move files to the names that the Hub gives them; several get an index."""
     count = len(parts)
     weight_map: dict[str, str] = {}
@@ -197,13 +206,15 @@ def _named(parts: Sequence[tuple[Path, tuple[str, ...]]], folder: Path) -> tuple
     files = []
     for number, (location, tensors) in enumerate(parts, 1):
         name = (
-            f"model-{number:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
+            f"{stem}-{number:05d}-of-{count:05d}.safetensors"
+            if count > 1
+            else f"{stem}.safetensors"
         )
         files.append(LocalFile.of(name, location.rename(folder / name)))
         weight_map |= dict.fromkeys(tensors, name)
         total += sum(tensor.nbytes for tensor in read_header(folder / name).tensors)
     if count > 1:
-        name = "model.safetensors.index.json"
+        name = f"{stem}.safetensors.index.json"
         write_index(folder / name, weight_map, total)
         files.append(LocalFile.of(name, folder / name))
     return tuple(files)
