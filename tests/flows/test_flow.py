@@ -155,6 +155,22 @@ def test_signed(deploy_flow, source, file_url, tmp_path):
     assert set(signatures) == {PublicKey.read(tmp_path / "key.pem").name}
 
 
+def test_from_the_command_line(prefect_server, client, capsys, source, file_url, tmp_path):
+    """The models of a file, each a run."""
+    from warmcast.manifests.command import main
+
+    save_file({"w": torch.ones(3)}, source / "model.safetensors")
+    config = tmp_path / "warmcast.yaml"
+    config.write_text("models: {a: {upstream: source}, b: {upstream: none}, c: {upstream: source}}")
+    with pytest.raises(SystemExit) as ended:
+        main(["deploy", "--flow", "-f", str(config), "--origin", file_url, "--deadline", "60"])
+    out, err = capsys.readouterr()
+    assert ended.value.code == 1
+    assert "of 3 models 2 published, 0 as they were, 1 failed (b)" in out
+    assert "warmcast: b: source" in err
+    assert {"warmcast-deploy-a-prod", "warmcast-deploy-c-prod"} <= set(artifacts(client))
+
+
 # Retries
 
 
