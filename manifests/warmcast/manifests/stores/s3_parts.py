@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
 STAGED = "transfers/staged/"
 _SIGNED_FOR = 3600  # seconds; a signed URL is used at once
-_COPY_WHOLE = 1 << 30  # bytes of the largest object that is copied in one request
-_COPY_PART = 512 << 20
-_PATIENCE = 120.0  # seconds for which a server may copy or complete before it answers
+_COPY_WHOLE = 5_000_000_000  # bytes of the largest object that S3 copies in one request
+_COPY_PART = 1 << 30
+_PATIENCE = 300.0  # seconds for which a server may copy or complete before it answers
 _COPIES = 8  # parts that the server is asked to copy at once
 _MOST_PARTS = 10_000
 _CLEANUP = 5.0  # seconds to take away a copy that failed
