@@ -11,7 +11,7 @@ WarmcastError
     │   ├── SourceRefused         credentials that are missing, wrong or not enough
     │   ├── SourceUnreachable     no answer in time, or a connection that broke
     │   ├── SourceChanged         a file changed while it was read
-    │   ├── InvalidCheckpoint     a pickle that is cut off, corrupt or of a shape we refuse
+    │   ├── InvalidCheckpoint     one that is cut off, corrupt, or holds what cannot be stored
     │   └── UnsafePickle          a pickle that names a forbidden global; it was not run
     ├── ConversionFailed          the child process died, or outgrew its memory
     ├── WorkFolderFull            no space for converted files
@@ -64,7 +64,7 @@ class SourceChanged(SourceError):
 
 
 class InvalidCheckpoint(SourceError):
-    """A pickle that is cut off, corrupt, or holds what cannot be stored."""
+    """A checkpoint that is cut off, corrupt, or holds what cannot be stored."""
 
 
 class UnsafePickle(SourceError):
