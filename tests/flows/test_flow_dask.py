@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import warnings
 
@@ -53,13 +55,18 @@ class Holding(Web):
         self.changed = threading.Condition()
         self.together = 1
         """So many have to be asked for before any is answered."""
+        self.asks = 0
+        """So often has one to be asked for."""
+
+    def _enough(self) -> bool:
+        return len(set(self.got)) >= self.together and len(self.got) >= self.asks
 
     def answer(self, request):
         if request.method == "GET" and request.path in self.held:
             with self.changed:
                 self.got.append(request.path)
                 self.changed.notify_all()
-                self.changed.wait_for(lambda: len(set(self.got)) >= self.together, 60)
+                self.changed.wait_for(self._enough, 60)
         return super().answer(request)
 
 
@@ -74,7 +81,7 @@ def web(monkeypatch):
         opened.put(f"/m/{name}", name.encode() * 1000)
     yield opened
     with opened.changed:
-        opened.together = 0
+        opened.together = opened.asks = 0
         opened.changed.notify_all()
     opened.close()
 
@@ -111,6 +118,28 @@ def test_one_that_fails_ends_the_others(deploy_flow, scheduler, web, file_url):
     web.together = 1
     with pytest.raises(SourceError, match=r"b\.txt"):
         deploy_flow(f"{web.url}/m/{FILES}", file_url, ["m@a"], dask=scheduler, deadline_s=60)
+
+
+def test_a_worker_that_dies(deploy_flow, scheduler, web, file_url):
+    """By SIGKILL, with a file in its hands: another worker begins that file anew."""
+    from distributed import Client
+
+    web.held = {"/m/a.txt", "/m/b.txt"}
+    web.asks = 3  # by two workers, and by who comes after the one that dies
+
+    def kill():
+        with web.changed:
+            assert web.changed.wait_for(lambda: len(web.got) >= 2, 60)
+        with Client(scheduler, set_as_default=False) as client:
+            os.kill(next(iter(client.run(os.getpid).values())), signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        done = deploy_flow(f"{web.url}/m/{FILES}", file_url, ["m@a"], dask=scheduler, deadline_s=60)
+    finally:
+        killer.join()
+    assert (done["changed"], len(web.got)) == (True, 3)
 
 
 def test_the_deadline_holds(deploy_flow, scheduler, web, file_url):

@@ -10,9 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from warmcast.flows.progress import Silent
 from warmcast.flows.run import deploy
 from warmcast.flows.steps import shards
+from warmcast.flows.steps.lay_out import Model, lay_out
 from warmcast.flows.steps.meshes import MeshRequest
+from warmcast.flows.workfolder import WorkFolder
 from warmcast.loader.containers import collect
 from warmcast.loader.errors import WeightVerificationError
 from warmcast.loader.plan import Targets, make_plan
@@ -128,6 +131,23 @@ def test_nothing_is_done_twice(source, file_url, work):
     third = deploy(source, file_url, "m@a", meshes=[request], work=work)
     assert (third.changed, third.moved) == (False, (path,))
     assert blob.exists()
+
+
+def test_a_layout_is_remembered(source, file_url, work, deadline):
+    """Whoever asks for it again reads no tensor, and writes no file."""
+
+    def never(*_):
+        raise AssertionError("read")
+
+    save_file(state(), source / "model.safetensors")
+    request = MeshRequest({"tp": 2}, {"layers.*.up.weight": "tp:0"}, presharded=True)
+    manifest = deploy(source, file_url, "m@a", meshes=[request], work=work).manifest
+    model = Model({}, manifest.files, manifest.tensors, (), never)
+    with Origin.open(file_url) as origin, WorkFolder(work) as folder:
+        found = lay_out(origin, model, [request], folder, deadline, lambda _: None, Silent())
+    assert found.layouts == manifest.layouts
+    assert {file.path for file in found.files} == {s.file for s in found.layouts[0].shards}
+    assert found.moved == ()
 
 
 def test_nothing_to_hold(source, file_url, work):
