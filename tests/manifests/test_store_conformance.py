@@ -24,7 +24,7 @@ from warmcast.manifests.errors import (
     StoreError,
     UsageError,
 )
-from warmcast.manifests.stores import ObjectStore, Part, open_store
+from warmcast.manifests.stores import ObjectStore, Part, open_store, s3_parts
 from warmcast.manifests.stores.file import FileStore
 from warmcast.manifests.stores.gcs import GcsStore
 from warmcast.manifests.stores.s3 import S3Store
@@ -369,6 +369,21 @@ class TestParts:
             with pytest.raises(NotFound):
                 store.complete_parts(token, parts, "a", crc32c(LARGE), deadline)
             assert list(store.list("", deadline)) == []
+
+    def test_a_copy_in_parts(
+        self, store: ObjectStore, deadline: Deadline, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(s3_parts, "_COPY_WHOLE", 0)
+        monkeypatch.setattr(s3_parts, "_COPY_PART", PART)
+        token = store.begin_parts(None, deadline)
+        parts = send(store, token, LARGE, deadline)
+        assert store.complete_parts(token, parts, "a", crc32c(LARGE), deadline)
+        assert read(store, "a", 0, len(LARGE), deadline) == LARGE
+        info = store.head("a", deadline)
+        assert info is not None
+        assert info.crc32c in (None, crc32c(LARGE))
+        assert [info.key for info in store.list("", deadline)] == ["a"]
+        assert begun(store, deadline) == []
 
     def test_many_parts(self, store: ObjectStore, deadline: Deadline) -> None:
         if isinstance(store, S3Store):
