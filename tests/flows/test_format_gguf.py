@@ -12,6 +12,7 @@ import pytest
 import torch
 from gguf.quants import dequantize
 
+from tests.flows import checkpoints
 from warmcast.flows.convert import process
 from warmcast.flows.convert.gguf import open_gguf
 from warmcast.flows.convert.gguf_blocks import DEQUANTISERS
@@ -220,6 +221,12 @@ def test_every_prefix_ends_in_an_error(tmp_path):
         (tmp_path / "x.gguf").write_bytes(data[:length])
         with pytest.raises(SourceError, match=r"x\.gguf"):
             opened(tmp_path / "x.gguf")
+
+
+def test_a_name_that_is_taken(tmp_path):
+    path = written(tmp_path / "x.gguf", {"warmcast.storage.0": np.ones(3, "f4")})
+    with pytest.raises(InvalidCheckpoint, match=r"x\.gguf: .*which is taken"):
+        checkpoints.opened("gguf", [path])
 
 
 def test_shards_and_choice(source, file_url, work, restore):

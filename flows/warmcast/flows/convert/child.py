@@ -31,6 +31,7 @@ from warmcast.flows.convert.memory import import_torch, set_bound
 from warmcast.flows.convert.options import ConvertOptions
 from warmcast.flows.convert.safetensors import write_safetensors
 from warmcast.flows.convert.shards import shard
+from warmcast.flows.convert.state_dict import check_name
 from warmcast.flows.convert.tensors import Checkpoint, Files, Source, check_names
 from warmcast.flows.convert.ties import tie_metadata
 from warmcast.flows.steps.weights import check_index
@@ -158,6 +159,9 @@ def open_format(
     """The checkpoint in the source files of these numbers."""
     checkpoint = _open(format_, files, numbers, options, checksums)
     check_names(checkpoint)
+    if format_ in ("dcp", "gguf", "megatron"):  # which have no tensors of such names of our own
+        for tensor in checkpoint.tensors:
+            check_name(files.sources[numbers[0]].path, tensor.name)
     return checkpoint
 
 
