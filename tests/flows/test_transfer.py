@@ -451,15 +451,24 @@ def test_a_part_that_is_damaged_on_its_way_is_sent_again(proxy, s3_url, tmp_path
 # What nobody goes on with
 
 
-def left_in_the_middle(origin, tmp_path) -> Elsewhere:
+def left_in_the_middle(origin, tmp_path, pace=PACE) -> Elsewhere:
     def on_read(number):
         if number == 3:
             raise ConnectionResetError
 
     source = upstream(tmp_path, LARGE, on_read=on_read)
     with pytest.raises(ConnectionResetError):
-        stream(origin, source, PACE)
+        stream(origin, source, pace)
     return source
+
+
+def test_what_was_left_is_gone_on_with(origin, tmp_path, deadline):
+    source = left_in_the_middle(origin, tmp_path, replace(PACE, connections=1))
+    found = stream(origin, source, PACE)
+    assert found.measured == plainly(LARGE)
+    assert source.read_of("x.bin") == len(LARGE) + len(LARGE) % CHUNK  # what failed, again
+    assert blob(origin, found.file.sha256, len(LARGE), deadline) == LARGE
+    assert leftovers(origin, deadline) == []
 
 
 def test_what_was_left_is_collected(origin, tmp_path, deadline, monkeypatch):
