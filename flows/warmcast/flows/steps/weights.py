@@ -20,12 +20,15 @@ _HEADER = 1 << 17
 
 def read_headers(files: Sequence[LocalFile]) -> dict[str, Header]:
     """The header of each file by its path; raises :class:`InvalidHeader`, and as its check."""
-    headers = {}
-    for file in files:
-        with file.opened():
-            headers[file.path] = read_header(file.location)
+    headers = {file.path: local_header(file) for file in files}
     check_headers(headers)
     return headers
+
+
+def local_header(file: LocalFile) -> Header:
+    """The header of one file; raises :class:`InvalidHeader`."""
+    with file.opened():
+        return read_header(file.location)
 
 
 def fetch_header(upstream: Upstream, file: UpstreamFile, deadline: Deadline) -> Header:
