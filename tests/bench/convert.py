@@ -2,10 +2,13 @@
 
     python tests/bench/convert.py [--json PATH] [--folder DIR] [--mib 4096] [--repeat 3]
 
-Copies (``cp``) and conversions take turns; neither waits for the disk to have it. Conversion is
-that of a deploy, its process and the import of torch included. Memory is the child's anonymous
-memory at its highest, above what it held once torch was imported: files are read in pieces or
-mapped for reading, and their pages are the page cache's.
+Copies (``cp``) and conversions take turns; neither waits for the disk to have it, but for what the
+one before left to be written. Other work on the machine (``load_average``) slows both, and
+conversion more, which takes more of the processor. Conversion is that of a deploy, its process
+included, and the import of torch (some 0.9 s) where it is needed: for whatever is not copied as it
+lies. Memory is the child's anonymous memory at its highest, above what it held when its bound was
+set, so torch counts where it is imported: files are read in pieces or mapped for reading, and their
+pages are the page cache's.
 """
 
 from __future__ import annotations
@@ -38,8 +41,19 @@ ROWS, COLUMNS = 8192, 4096
 """A bfloat16 tensor of 64 MiB, as of a model of 8 billion parameters."""
 
 
+class Spent:
+    """Processor time that this process and its ended children take from now on."""
+
+    def __init__(self) -> None:
+        self._began = os.times()
+
+    def seconds(self) -> float:
+        """User and system together."""
+        return sum(os.times()[:4]) - sum(self._began[:4])
+
+
 class Peak:
-    """The highest anonymous memory of this process's child, above its least once it has torch."""
+    """The highest anonymous memory of this process's child, above what it was first bounded at."""
 
     def __init__(self) -> None:
         self._ended = threading.Event()
@@ -68,7 +82,7 @@ class Peak:
                 except (FileNotFoundError, ProcessLookupError):
                     continue
                 found = next((int(x.split()[1]) for x in lines if x.startswith("RssAnon")), 0)
-                if bounded:  # torch is there
+                if bounded:
                     begun = found * 1024 if begun is None else begun
                     self.nbytes = max(self.nbytes, found * 1024 - begun)
 
@@ -132,20 +146,27 @@ def case(
     paths = build(source, mib)
     nbytes = sum(path.stat().st_size for path in paths)
     copies, conversions, peaks = [], [], []
+    cpu: dict[str, list[float]] = {"copy": [], "convert": []}
     for _ in range(1 + repeat):
         copy, out = folder / "copy", folder / "out"
+        os.sync()
+        spent = Spent()
         began = time.perf_counter()
         subprocess.run([shutil.which("cp") or "cp", "-r", source, copy], check=True)
         copies.append(time.perf_counter() - began)
+        cpu["copy"].append(spent.seconds())
         shutil.rmtree(copy)
         out.mkdir()
         files = [LocalFile.of(path.name, path) for path in paths]
+        os.sync()
+        spent = Spent()
         began = time.perf_counter()
         with Peak() as peak:
             process.convert(
                 format_, files, out, options, deadline=Deadline.never(), tick=lambda _: None
             )
         conversions.append(time.perf_counter() - began)
+        cpu["convert"].append(spent.seconds())
         peaks.append(peak.nbytes)
         shutil.rmtree(out)
     shutil.rmtree(source)
@@ -154,10 +175,13 @@ def case(
     return {
         "what": what,
         "bytes": nbytes,
+        "load_average": round(os.getloadavg()[0], 1),
         "convert_GBps": round(nbytes / converted / 1e9, 3),
         "copy_GBps": round(nbytes / copied / 1e9, 3),
         "of_a_copy": round(copied / converted, 3),
         "of_a_copy_each": [round(ratio, 3) for ratio in ratios],
+        "convert_cpu_seconds": round(statistics.median(cpu["convert"][1:]), 2),
+        "copy_cpu_seconds": round(statistics.median(cpu["copy"][1:]), 2),
         "child_peak_MiB": round(max(peaks) / MIB),
     }
 
