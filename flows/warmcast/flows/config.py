@@ -268,8 +268,15 @@ class Config:
 
 def read_config(location: Path) -> Config:
     """Read and check a file. Raises :class:`UsageError`, of one line with the field's path."""
-    from warmcast.flows.yamlfile import read_yaml
-
+    try:
+        from warmcast.flows.yamlfile import read_yaml
+    except ModuleNotFoundError as cause:
+        raise UsageError(
+            str(location),
+            expected=f"the package {cause.name!r}",
+            found="it is not installed",
+            do="pip install 'warmcast[flows]'",
+        ) from cause
     content = read_yaml(location)
     return parse_config(content.value, str(location), location.parent, content.line)
 
