@@ -229,7 +229,7 @@ def test_plan(warmcast, file, file_url, tmp_path):
     assert "to move perhaps" in out
     assert "become safetensors" in out
     assert not Path(file_url.removeprefix("file://")).exists()
-    assert warmcast("deploy", "-f", file)[0] == 0
+    assert warmcast("deploy", "-f", file, "first")[0] == 0
     before = refs(file_url)
     code, out, _ = warmcast("plan", "-f", file, "first", "--json", tmp_path / "plan.json")
     assert f"first@prod: {before['first@prod'][:12]} → perhaps a new manifest" in out
@@ -258,7 +258,7 @@ def test_plan_of_an_upstream_that_publishes_checksums(warmcast, file, file_url, 
     code, out, _ = warmcast("plan", "-f", file)
     assert code == 0
     assert "3 to move" in out
-    assert warmcast("deploy", "-f", file)[0] == 0
+    assert warmcast("deploy", "-f", file, "first")[0] == 0
     code, out, _ = warmcast("plan", "-f", file)
     now = refs(file_url)["s3@prod"][:12]
     assert f"s3@prod: {now}, stays" in out
