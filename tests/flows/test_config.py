@@ -258,7 +258,7 @@ def test_plan_of_an_upstream_that_publishes_checksums(warmcast, file, file_url, 
     code, out, _ = warmcast("plan", "-f", file)
     assert code == 0
     assert "3 to move" in out
-    assert warmcast("deploy", "-f", file, "first")[0] == 0
+    assert warmcast("deploy", "-f", file)[0] == 0
     code, out, _ = warmcast("plan", "-f", file)
     now = refs(file_url)["s3@prod"][:12]
     assert f"s3@prod: {now}, stays" in out
