@@ -30,12 +30,10 @@ from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import unquote, urlsplit
 
-from warmcast.manifests.checksum import combine, to_hex
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import (
     CredentialsRefused,
     DeadlineExceeded,
-    IntegrityError,
     NotFound,
     PreconditionFailed,
     StoreError,
@@ -43,7 +41,7 @@ from warmcast.manifests.errors import (
     UsageError,
     WarmcastError,
 )
-from warmcast.manifests.stores import Begun, ObjectInfo, ObjectReader, Part
+from warmcast.manifests.stores import Begun, ObjectInfo, ObjectReader, Part, file_parts
 from warmcast.manifests.stores.checks import (
     RESERVED,
     check_key,
@@ -53,11 +51,11 @@ from warmcast.manifests.stores.checks import (
     pieces,
 )
 from warmcast.manifests.stores.file_reader import FileReader
+from warmcast.manifests.stores.folders import make_folders, sync
 
 _SMALL = 1 << 16
 _PIECE = 1 << 22
 _LOCK = "lock"
-_PARTS = "parts-"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
 # O_NONBLOCK: opening a pipe that somebody put into the folder must not wait for its other end.
@@ -68,8 +66,8 @@ class FileStore:
     """An :class:`ObjectStore` in a folder. Safe between threads and between processes."""
 
     def __init__(self, url: str) -> None:
-        self._root = _root(url)
-        self.url = self._root.as_uri()
+        self.root = _root(url)
+        self.url = self.root.as_uri()
         self._swept = False
 
     def head(self, key: str, deadline: Deadline) -> ObjectInfo | None:
@@ -85,7 +83,7 @@ class FileStore:
             size = os.fstat(fd).st_size
             if size > limit:
                 raise StoreError(
-                    self._where(key), expected=f"{limit} bytes at most", found=f"{size}"
+                    self.where(key), expected=f"{limit} bytes at most", found=f"{size}"
                 )
             data = bytearray(size)
             self._fill(fd, key, 0, memoryview(data), deadline)
@@ -101,14 +99,14 @@ class FileStore:
         etag: str | None = None,
     ) -> None:
         """Fill ``buffer`` with an object's bytes from ``offset``."""
-        check_range(self._where(key), offset)
+        check_range(self.where(key), offset)
         with self._opened(key) as fd:
             if etag is not None and (found := _etag(fd)) != etag:
-                raise PreconditionFailed(self._where(key), expected=etag, found=found)
+                raise PreconditionFailed(self.where(key), expected=etag, found=found)
             view = buffer.cast("B")
             if not view and offset > (size := os.fstat(fd).st_size):
                 raise StoreError(
-                    self._where(key), expected=f"an offset of {size} at most", found=offset
+                    self.where(key), expected=f"an offset of {size} at most", found=offset
                 )
             self._fill(fd, key, offset, view, deadline)
 
@@ -116,41 +114,41 @@ class FileStore:
         """Open an object: a file that is replaced meanwhile does not change what is read."""
         deadline.check(f"opening {key}")
         with self._opened(key) as fd:
-            return FileReader(os.dup(fd), self._where(key), partial(self._error, key))
+            return FileReader(os.dup(fd), self.where(key), partial(self._error, key))
 
     def create(self, key: str, data: bytes, deadline: Deadline) -> bool:
         """Write a small object if there is none; whether it was written."""
         deadline.check(f"writing {key}")
-        if self._exists(key):
+        if self.exists(key):
             return False
-        with self._temporary(key) as (fd, name), self._explained(key):
+        with self._temporary(key) as (fd, name), self.explained(key):
             _write(fd, data)
             os.fsync(fd)
-            return self._link(name, key)
+            return self.link(name, key)
 
     def replace(self, key: str, data: bytes, expected: str | None, deadline: Deadline) -> str:
         """Compare and swap; the new etag."""
         deadline.check(f"writing {key}")
-        with self._temporary(key) as (fd, name), self._explained(key):
+        with self._temporary(key) as (fd, name), self.explained(key):
             _write(fd, data)
             os.fsync(fd)
             if expected is None:
-                if not self._link(name, key):
+                if not self.link(name, key):
                     raise PreconditionFailed(
-                        self._where(key), expected="no object", found="one is there"
+                        self.where(key), expected="no object", found="one is there"
                     )
             else:
                 with self._locked(deadline):
                     found = self.head(key, deadline)
                     if found is None or found.etag != expected:
                         raise PreconditionFailed(
-                            self._where(key),
+                            self.where(key),
                             expected=expected,
                             found=found.etag if found else "no object",
                         )
                     path = self._path(key)
                     name.replace(path)
-                    _sync(path.parent)
+                    sync(path.parent)
             return _etag(fd)
 
     def upload(
@@ -165,28 +163,21 @@ class FileStore:
     ) -> bool:
         """Write ``size`` bytes of ``source`` if there is no such object."""
         deadline.check(f"writing {key}")
-        if self._exists(key):
+        if self.exists(key):
             return False
         with self._temporary(key) as (fd, name):
-            for piece in pieces(self._where(key), source, size, crc32c, _PIECE, deadline):
-                with self._explained(key):
+            for piece in pieces(self.where(key), source, size, crc32c, _PIECE, deadline):
+                with self.explained(key):
                     _write(fd, piece.data)
                 if progress is not None:
                     progress(len(piece.data))
-            with self._explained(key):
+            with self.explained(key):
                 os.fsync(fd)
-                return self._link(name, key)
+                return self.link(name, key)
 
     def begin_parts(self, key: str | None, deadline: Deadline) -> str:
         """Begin an object that is sent in parts; its token."""
-        deadline.check(f"beginning {key or 'an object'}")
-        token = secrets.token_hex(16)
-        path = self._parts(token)
-        with self._explained(str(path.name)):
-            _make_folders(path.parent)
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
-            _sync(path.parent)
-        return token
+        return file_parts.begin(self, deadline)
 
     def put_part(
         self,
@@ -198,63 +189,21 @@ class FileStore:
         deadline: Deadline,
     ) -> Part:
         """Write the bytes at ``offset``; they are on the disk when this returns."""
-        path = self._parts(token)
-        with self._explained(path.name):
-            fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                done = 0
-                while done < len(data):
-                    deadline.check(f"writing {path.name}")
-                    done += os.pwrite(fd, data[done : done + _PIECE], offset + done)
-                os.fdatasync(fd)
-            finally:
-                os.close(fd)
-        return Part(index, len(data), crc32c, f"{offset:x}")
+        return file_parts.put(self, token, index, offset, data, crc32c, deadline)
 
     def complete_parts(
         self, token: str, parts: Sequence[Part], key: str, crc32c: int, deadline: Deadline
     ) -> bool:
         """Make the object of these parts visible, if there is none; whether it was."""
-        deadline.check(f"writing {key}")
-        path = self._parts(token)
-        size = whole = 0
-        for part in parts:
-            whole = combine(whole, part.crc32c, part.size)
-            size += part.size
-        with self._explained(key):
-            if self._exists(key):
-                path.unlink(missing_ok=True)
-                return False
-            found = path.stat().st_size
-            if (found, whole) != (size, crc32c):
-                raise IntegrityError(
-                    self._where(key),
-                    expected=f"{size} bytes, CRC32C {to_hex(crc32c)}",
-                    found=f"{found} bytes, CRC32C {to_hex(whole)}",
-                )
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-            written = self._link(path, key)
-            path.unlink(missing_ok=True)
-            return written
+        return file_parts.complete(self, token, parts, key, crc32c, deadline)
 
     def abort_parts(self, token: str, deadline: Deadline) -> None:
         """Take away what was begun."""
-        deadline.check("taking away what was begun")
-        path = self._parts(token)
-        with self._explained(path.name):
-            path.unlink(missing_ok=True)
+        file_parts.abort(self, token, deadline)
 
     def begun_parts(self, deadline: Deadline) -> Iterator[Begun]:
         """What was begun and has not ended; its age is that of its last part."""
-        deadline.check("listing what was begun")
-        for path in sorted((self._root / RESERVED).glob(f"{_PARTS}*")):
-            with suppress(FileNotFoundError):
-                age = max(0.0, time.time() - path.stat().st_mtime)
-                yield Begun(path.name.removeprefix(_PARTS), age)
+        return file_parts.begun(self, deadline)
 
     def list(self, prefix: str, deadline: Deadline) -> Iterator[ObjectInfo]:
         """The visible objects whose key begins with ``prefix``, in order of their keys."""
@@ -268,48 +217,44 @@ class FileStore:
     def delete(self, key: str, deadline: Deadline) -> None:
         """Take an object away; nothing happens if there is none."""
         deadline.check(f"deleting {key}")
-        if not self._exists(key):
+        if not self.exists(key):
             return
-        with self._explained(key), self._locked(deadline):
+        with self.explained(key), self._locked(deadline):
             path = self._path(key)
             path.unlink(missing_ok=True)
-            _sync(path.parent)
+            sync(path.parent)
 
     def close(self) -> None:
         """Nothing is held between calls: failures remove their files, writers sweep the dead's."""
 
     # Keys and paths
 
-    def _where(self, key: str) -> str:
+    def where(self, key: str) -> str:
+        """A key as messages name it."""
         return f"{self.url}/{key}"
 
     def _path(self, key: str) -> Path:
         check_key(key)
-        path = self._root / key
+        path = self.root / key
         if os.path.realpath(path.parent) != str(path.parent):
             raise StoreError(
-                self._where(key),
+                self.where(key),
                 expected="folders inside the root",
                 found="a symbolic link among them",
                 do="copy what it points to into the store",
             )
         return path
 
-    def _parts(self, token: str) -> Path:
-        """Where an object lies that is sent in parts."""
-        if not is_key_part(token):
-            raise UsageError("token", expected="one that begin_parts gave", found=repr(token))
-        return self._root / RESERVED / f"{_PARTS}{token}"
-
-    def _exists(self, key: str) -> bool:
+    def exists(self, key: str) -> bool:
+        """Whether there is an object; :class:`StoreError` if something else is there."""
         path = self._path(key)
         try:
-            with self._explained(key):
+            with self.explained(key):
                 mode = path.lstat().st_mode
         except NotFound:
             return False
         if not stat.S_ISREG(mode):
-            raise StoreError(self._where(key), expected="a plain file", found=stat.filemode(mode))
+            raise StoreError(self.where(key), expected="a plain file", found=stat.filemode(mode))
         return True
 
     def _keys(self, folder: str, prefix: str, deadline: Deadline) -> Iterator[str]:
@@ -317,7 +262,7 @@ class FileStore:
         deadline.check(f"listing {self.url}/{prefix}")
         names = []
         try:
-            with self._explained(folder), os.scandir(self._root / folder) as entries:
+            with self.explained(folder), os.scandir(self.root / folder) as entries:
                 for entry in entries:
                     if not is_key_part(entry.name) or (not folder and entry.name == RESERVED):
                         continue
@@ -341,11 +286,11 @@ class FileStore:
     def _opened(self, key: str) -> Iterator[int]:
         """A descriptor of an object, for reading; :class:`NotFound` if there is none."""
         path = self._path(key)
-        with self._explained(key):
+        with self.explained(key):
             fd = os.open(path, _OPEN)
             try:
                 if not stat.S_ISREG(os.fstat(fd).st_mode):
-                    raise NotFound(self._where(key), expected="an object", found="no plain file")
+                    raise NotFound(self.where(key), expected="an object", found="no plain file")
                 yield fd
             finally:
                 os.close(fd)
@@ -353,11 +298,11 @@ class FileStore:
     def _fill(self, fd: int, key: str, offset: int, view: memoryview, deadline: Deadline) -> None:
         done = 0
         while done < len(view):
-            deadline.check(f"reading {self._where(key)}")
+            deadline.check(f"reading {self.where(key)}")
             count = os.preadv(fd, [view[done : done + _PIECE]], offset + done)
             if count == 0:
                 raise StoreError(
-                    self._where(key),
+                    self.where(key),
                     expected=f"{len(view)} bytes at offset {offset}",
                     found=f"{done}",
                 )
@@ -368,10 +313,10 @@ class FileStore:
     @contextmanager
     def _temporary(self, key: str) -> Iterator[tuple[int, Path]]:
         """A new temporary file, held by a lock while it is written, and gone afterwards."""
-        folder = self._root / RESERVED
+        folder = self.root / RESERVED
         self._path(key)
-        with self._explained(key):
-            _make_folders(folder)
+        with self.explained(key):
+            make_folders(folder)
             self._sweep(folder)
             fd, path = _create_locked(folder)
         try:
@@ -380,15 +325,15 @@ class FileStore:
             path.unlink(missing_ok=True)
             os.close(fd)
 
-    def _link(self, name: Path, key: str) -> bool:
+    def link(self, name: Path, key: str) -> bool:
         """Make a temporary file visible under its key, unless there is an object already."""
         path = self._path(key)
-        _make_folders(path.parent)
+        make_folders(path.parent)
         try:
             os.link(name, path)
         except FileExistsError:
             return False
-        _sync(path.parent)
+        sync(path.parent)
         return True
 
     def _sweep(self, folder: Path) -> None:
@@ -397,7 +342,7 @@ class FileStore:
             return
         self._swept = True
         for path in folder.iterdir():
-            if path.name == _LOCK or path.name.startswith(_PARTS):
+            if path.name == _LOCK or path.name.startswith(file_parts.PREFIX):
                 continue
             # Gone already, still being written, or another user's, whose own writers sweep it.
             with suppress(FileNotFoundError, BlockingIOError, PermissionError):
@@ -411,8 +356,8 @@ class FileStore:
     @contextmanager
     def _locked(self, deadline: Deadline) -> Iterator[None]:
         """The store's lock. ``flock`` knows no timeout, so it is asked again until the deadline."""
-        folder = self._root / RESERVED
-        _make_folders(folder)
+        folder = self.root / RESERVED
+        make_folders(folder)
         fd = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
             pause = 0.0005
@@ -436,7 +381,7 @@ class FileStore:
     # Errors
 
     @contextmanager
-    def _explained(self, key: str) -> Iterator[None]:
+    def explained(self, key: str) -> Iterator[None]:
         """Turn the system's errors into the store's."""
         try:
             yield
@@ -446,7 +391,7 @@ class FileStore:
             raise self._error(key, cause) from cause
 
     def _error(self, key: str, cause: OSError) -> StoreError:
-        where = self._where(key)
+        where = self.where(key)
         if cause.errno == errno.ENOENT:
             return NotFound(where, expected="an object", found="none")
         if cause.errno in _FULL:
@@ -456,7 +401,7 @@ class FileStore:
                 where,
                 expected="permission",
                 found=cause.strerror,
-                do=f"run as a user who may use {self._root}",
+                do=f"run as a user who may use {self.root}",
             )
         if cause.errno == errno.ENOTDIR:
             return NotFound(where, expected="folders above it", found="an object of their name")
@@ -501,22 +446,4 @@ def _create_locked(folder: Path) -> tuple[int, Path]:
             path.unlink(missing_ok=True)
             os.close(fd)
             raise
-        os.close(fd)
-
-
-def _make_folders(folder: Path) -> None:
-    """Create a folder and those above it, each synced into its parent."""
-    if folder.is_dir():
-        return
-    _make_folders(folder.parent)
-    with suppress(FileExistsError):
-        folder.mkdir()
-        _sync(folder.parent)
-
-
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
         os.close(fd)
