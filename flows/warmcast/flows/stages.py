@@ -127,7 +127,7 @@ class Stages:
         def read(file: LocalFile | UpstreamFile) -> Header:
             if isinstance(file, LocalFile):
                 return local_header(file)
-            return fetch_header(self.upstream, file, self.deadline)
+            return fetch_header(self.upstream.asked, file, self.deadline)
 
         with ThreadPoolExecutor(_HEADERS, "warmcast-headers") as pool:
             return list(pool.map(read, files))
@@ -189,7 +189,7 @@ class Stages:
             return {}
         with self.progress.stage("fetch", sum(file.size for file in files)):
             fetched = fetch(
-                self.upstream, files, self.folder, self.lanes, self.pace, self.deadline,
+                self.upstream.asked, files, self.folder, self.lanes, self.pace, self.deadline,
                 self.ticker,
             )  # fmt: skip
         for file, item in zip(files, fetched, strict=True):
@@ -264,7 +264,7 @@ class Stages:
             return None if found is None else found.measured
 
         return stream_file(
-            Streaming(self.origin, self.upstream, self.lanes, self.pace, self.repair),
+            Streaming(self.origin, self.upstream.asked, self.lanes, self.pace, self.repair),
             file,
             tensors,
             self.deadline,

@@ -203,15 +203,18 @@ class Recalling:
         self.name = upstream.name
         self.revision = upstream.revision
         self.remote = False
-        """Whether a file was asked for that does not lie on this machine."""
-        self._upstream = upstream
+        """Whether files do not lie on this machine."""
+        self.asked = upstream
+        """The upstream itself, for what is known to be unknown."""
         self._known = known
         self._reread = reread
         self._recalled: dict[tuple[UpstreamFile, bool], KnownFile] = {}
 
     def files(self, deadline: Deadline) -> tuple[UpstreamFile, ...]:
         """The upstream's files."""
-        return self._upstream.files(deadline)
+        files = self.asked.files(deadline)
+        self.remote = any(self.asked.local(file, deadline) is None for file in files[:1])
+        return files
 
     def reader(self, file: UpstreamFile, deadline: Deadline) -> ObjectReader:
         """Reads a small file from the origin where it is known, else from the upstream."""
@@ -223,17 +226,17 @@ class Recalling:
                 origin.read_blob(known.file.sha256, 0, memoryview(data), deadline)
                 if hashlib.sha256(data).hexdigest() == known.file.sha256:
                     return _Held(bytes(data))
-        return self._upstream.reader(file, deadline)
+        return self.asked.reader(file, deadline)
 
     def local(self, file: UpstreamFile, deadline: Deadline) -> LocalFile | None:
         """The file where it lies."""
-        found = self._upstream.local(file, deadline)
+        found = self.asked.local(file, deadline)
         self.remote = self.remote or found is None
         return found
 
     def close(self) -> None:
         """Close the upstream."""
-        self._upstream.close()
+        self.asked.close()
 
     def recall(self, file: UpstreamFile, deadline: Deadline, *, weights: bool) -> KnownFile | None:
         """What the origin knows of a file and has, or had when it was first asked."""
