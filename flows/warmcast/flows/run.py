@@ -32,9 +32,7 @@ from warmcast.flows.workfolder import WorkFolder
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import WarmcastError
 from warmcast.manifests.identity import Mesh
-from warmcast.manifests.manifest import (
-    build_manifest,
-)
+from warmcast.manifests.manifest import build_manifest
 from warmcast.manifests.origin import Origin, Ref, now
 
 __all__ = ["DeployResult", "deploy"]

@@ -52,11 +52,7 @@ from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import IntegrityError
 from warmcast.manifests.header import Header
 from warmcast.manifests.identity import Mesh
-from warmcast.manifests.manifest import (
-    FileEntry,
-    TensorEntry,
-    TiedEntry,
-)
+from warmcast.manifests.manifest import FileEntry, TensorEntry, TiedEntry
 from warmcast.manifests.origin import Origin
 
 _HEADERS = 8  # headers that are read at once
