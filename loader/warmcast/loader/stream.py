@@ -49,6 +49,9 @@ With less the threads wait for the interpreter's lock, with more the slots of al
 stay in the processor's cache.
 """
 
+_RUN = 4
+"""Chunks that a thread takes at a time, where there are many."""
+
 _PART = 0.75
 """The part of a chunk's bytes beneath which only what is wanted of it is read."""
 
@@ -251,8 +254,8 @@ class _Streaming:
         """Bring all chunks over; the bytes that were read."""
         count = max(1, min(_threads(), self._staging.nbytes // _PIECE))
         with ThreadPoolExecutor(count, thread_name_prefix="warmcast-stream") as pool:
-            ordered = self._ending(chunks, count)
-            futures = [pool.submit(self._work, ordered, count) for _ in range(count)]
+            runs = self._shared_out(chunks, count)
+            futures = [pool.submit(self._work, runs, count) for _ in range(count)]
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)
             stopped = self._stop.is_set()
             self._stop.set()
@@ -262,33 +265,47 @@ class _Streaming:
             raise WarmcastError("the load was given up")
         return read
 
-    def _ending(self, chunks: Iterator[_Chunk], count: int) -> Iterator[_Chunk]:
-        """The chunks; the last ``count`` in parts where they need not be checked whole, so that
-        no thread is idle while others still have a long way to go.
-        """
-        waiting = deque(islice(chunks, count))
-        for chunk in chunks:
-            waiting.append(chunk)
-            yield waiting.popleft()
-        for chunk in waiting:
-            if not self._checked_later(self._blobs.reader(chunk.file, self._deadline)):
-                yield chunk
-                continue
-            end = chunk.begin + chunk.length
-            for begin in range(chunk.begin, end, _PIECE):
-                length = min(_PIECE, end - begin)
-                yield replace(chunk, begin=begin, length=length, crc32c=None)
+    def _shared_out(self, chunks: Iterator[_Chunk], threads: int) -> Iterator[Sequence[_Chunk]]:
+        """What a thread takes at a time: a run of chunks, for a disk is best read in long runs.
 
-    def _work(self, chunks: Iterator[_Chunk], lanes: int) -> int:
+        Towards the end single ones, and the last in parts where they need not be checked whole:
+        no thread is to be idle while others still have a long way to go. Single ones too where
+        somebody waits for the first to arrive.
+        """
+        run = _RUN if self._arrived is None else 1
+        waiting: deque[_Chunk] = deque()
+        while True:
+            waiting.extend(islice(chunks, run * (threads + 1) - len(waiting)))
+            if len(waiting) <= run * threads:
+                break
+            yield [waiting.popleft() for _ in range(run)]
+        while len(waiting) > threads:
+            yield [waiting.popleft()]
+        for chunk in waiting:
+            yield from ([part] for part in self._parts(chunk))
+
+    def _parts(self, chunk: _Chunk) -> Iterator[_Chunk]:
+        if not self._checked_later(self._blobs.reader(chunk.file, self._deadline)):
+            yield chunk
+            return
+        end = chunk.begin + chunk.length
+        for begin in range(chunk.begin, end, _PIECE):
+            length = min(_PIECE, end - begin)
+            yield replace(chunk, begin=begin, length=length, crc32c=None)
+
+    def _work(self, runs: Iterator[Sequence[_Chunk]], lanes: int) -> int:
         read = 0
         with ExitStack() as stack:
             if self._after is not None:
                 stack.enter_context(current(self._device))
             lane = stack.enter_context(self._staging.lane(lanes, self._after))
-            while (chunk := self._take(chunks)) is not None:
-                self._bring(chunk, lane)
-                read += chunk.length
-                self._count(chunk, lane)
+            while (run := self._take(runs)) is not None:
+                for chunk in run:
+                    if self._stop.is_set():
+                        break
+                    self._bring(chunk, lane)
+                    read += chunk.length
+                    self._count(chunk, lane)
         return read
 
     def _count(self, chunk: _Chunk, lane: Lane) -> None:
@@ -314,11 +331,11 @@ class _Streaming:
         lay_out()
         torch.cuda.synchronize(self._device)
 
-    def _take(self, chunks: Iterator[_Chunk]) -> _Chunk | None:
+    def _take(self, runs: Iterator[Sequence[_Chunk]]) -> Sequence[_Chunk] | None:
         if self._stop.is_set():
             return None
         with self._next:
-            return next(chunks, None)
+            return next(runs, None)
 
     def _bring(self, chunk: _Chunk, lane: Lane) -> None:
         reader = self._blobs.reader(chunk.file, self._deadline)

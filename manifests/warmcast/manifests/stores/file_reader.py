@@ -1,9 +1,14 @@
 """Reading one local file, from where its bytes are.
 
-Each piece is first asked of the page cache, without waiting (``RWF_NOWAIT``). What is not there is
+What the page cache has is taken from there, without waiting (``RWF_NOWAIT``). What is not there is
 read from the disk: through the cache, which keeps it for the next reader and lets several readers
 of one file share one read, or past it (``O_DIRECT``) where the file is larger than the memory that
 is free: it would only push out what others need, and itself.
+
+Several threads read one file, each a stretch of it front to back. The kernel sees stretches, and
+reads ahead of them in large folios, by descriptor: so each stretch that is not in the cache has one
+of its own. Told to read ahead (``posix_fadvise``) it would take single pages, at twice the
+processor time and less speed.
 """
 
 from __future__ import annotations
@@ -11,6 +16,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,13 +27,40 @@ from warmcast.manifests.errors import StoreError
 _PIECE = 8 << 20
 """Bytes of one read: between two, the deadline is looked at."""
 
+_STEP = 1 << 20
+"""Bytes of one read from a disk through the cache: the next come in while these are copied."""
+
 _BLOCK = 4096
 """What reads past the cache are aligned to; no disk of today has larger blocks."""
 
-_AHEAD = 64 << 20
-"""Bytes that the kernel is asked to read ahead, where a piece was not in the cache."""
-
 _NO_NOWAIT = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
+
+
+class _Stretch:
+    """Where a thread reads a file that is not in the cache, by a descriptor of its own."""
+
+    def __init__(self, fd: int) -> None:
+        self.next = -1
+        self.fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        with contextlib.suppress(OSError):  # a file system that takes no advice
+            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+
+    def close(self) -> None:
+        """Close the descriptor; the thread has another stretch, or the reader ends."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    __del__ = close  # the thread has ended
+
+
+class _Mine(threading.local):
+    """A thread's stretch: one at a time, however many files it reads."""
+
+    stretch: _Stretch | None = None
+
+
+_mine = _Mine()
 
 
 class FileReader:
@@ -45,7 +79,7 @@ class FileReader:
         self._explain = explain
         self._flags = getattr(os, "RWF_NOWAIT", 0)
         self._direct = self._open_direct() if self.size > _memory_free() else -1
-        self._ahead = 0
+        self._stretches: weakref.WeakSet[_Stretch] = weakref.WeakSet()
 
     def read_into(self, offset: int, buffer: memoryview, deadline: Deadline) -> None:
         """Fill ``buffer`` with the file's bytes from ``offset``.
@@ -54,17 +88,16 @@ class FileReader:
         """
         view = buffer.cast("B")
         done = 0
-        # Without the flag this waits for all of it: well where it has been asked for, or is memory.
-        if self._flags or offset + len(view) <= self._ahead:
+        if (self._flags or self._direct < 0) and not self._going_on(offset):
+            # Without the flag this is memory, or a file system that has to be waited for anyhow.
             with contextlib.suppress(OSError):  # what is the matter with it is found out below
                 # Mostly all of it is in the cache. Threads that stream come here tens of thousands
                 # of times a second.
-                done = os.preadv(self._fd, (view,), offset, self._flags)
+                done = os.preadv(self._fd, (view[:_PIECE],), offset, self._flags)
         while done < len(view):
             deadline.check(f"reading {self._where}")
-            piece = view[done : done + _PIECE]
             try:
-                count = self._cached(piece, offset + done) or self._cold(piece, offset + done)
+                count = self._read(view[done:], offset + done)
             except OSError as cause:
                 raise self._explain(cause) from cause
             if count == 0:
@@ -80,6 +113,35 @@ class FileReader:
         os.close(self._fd)
         if self._direct >= 0:
             os.close(self._direct)
+        for stretch in list(self._stretches):
+            stretch.close()
+
+    def _read(self, view: memoryview, offset: int) -> int:
+        if not self._going_on(offset) and (count := self._cached(view[:_PIECE], offset)):
+            return count
+        if self._direct >= 0:
+            return self._past_the_cache(view[:_PIECE], offset)
+        if not self._flags:
+            return os.preadv(self._fd, [view[:_PIECE]], offset)
+        stretch = self._stretch()
+        count = os.preadv(stretch.fd, [view[:_STEP]], offset)
+        stretch.next = offset + count
+        return count
+
+    def _going_on(self, offset: int) -> bool:
+        """Whether this thread reads the disk here: it asks the cache no more where it goes on."""
+        stretch = _mine.stretch
+        return stretch is not None and stretch.next == offset and stretch in self._stretches
+
+    def _stretch(self) -> _Stretch:
+        """The thread's stretch of this file."""
+        stretch = _mine.stretch
+        if stretch is None or stretch not in self._stretches:
+            if stretch is not None:
+                stretch.close()
+            stretch = _mine.stretch = _Stretch(self._fd)
+            self._stretches.add(stretch)
+        return stretch
 
     def _cached(self, piece: memoryview, offset: int) -> int:
         """Take what the page cache has; 0 if that is nothing, or it cannot be asked."""
@@ -95,18 +157,14 @@ class FileReader:
             self._flags = 0  # a file system that always answers at once, or never can
             return 0
 
-    def _cold(self, piece: memoryview, offset: int) -> int:
-        if self._direct >= 0 and offset % _BLOCK == 0 and len(piece) >= _BLOCK:
+    def _past_the_cache(self, piece: memoryview, offset: int) -> int:
+        if offset % _BLOCK == 0 and len(piece) >= _BLOCK:
             whole = len(piece) // _BLOCK * _BLOCK
             try:
                 return os.preadv(self._direct, [piece[:whole]], offset)
             except OSError as cause:
                 if cause.errno != errno.EINVAL:  # memory or file system that wants more alignment
                     raise
-        elif self._direct < 0 and offset + _AHEAD // 2 > self._ahead:
-            # Several threads read one file, and the kernel takes that for random access.
-            self._ahead = offset + _AHEAD
-            os.posix_fadvise(self._fd, offset, _AHEAD, os.POSIX_FADV_WILLNEED)
         return os.preadv(self._fd, [piece], offset)
 
     def _open_direct(self) -> int:
