@@ -315,13 +315,18 @@ def test_what_was_used_longest_ago_goes_first(lone: Fleet):
     blobs = [blob(a, model.file.sha256) for model in models]
     foreign = a.cache / "blobs" / "of somebody else's"
     foreign.write_bytes(bytes(size))
-    for model in models[:3]:
+
+    def use(model: Model) -> None:
         read(a, lone.store, model)
+        # It was used until the agent has noticed that nobody reads it any more.
+        eventually(lambda: a.metrics()["warmcast_blobs_in_use"] == 0, "nobody reads")
+
+    for model in models[:3]:
+        use(model)
     assert a.metrics()["warmcast_cache_bytes"] == 3 * size
     assert a.metrics()["warmcast_cache_evicted_bytes"] == 0
-    read(a, lone.store, models[0])
-    read(a, lone.store, models[1])
-    read(a, lone.store, models[3])
+    for model in (models[0], models[1], models[3]):
+        use(model)
     assert [path.exists() for path in blobs] == [True, True, False, True]
     told = a.metrics()
     assert told["warmcast_cache_evicted_bytes"] == size

@@ -299,6 +299,12 @@ class Cache:
         """Bytes of all chunks that are there."""
         return self._used
 
+    @property
+    def in_use(self) -> int:
+        """Blobs that somebody reads or writes."""
+        with self.lock:
+            return sum(blob.users > 0 for blob in self._blobs.values())
+
     def whole(self, sha256: str) -> Path:
         """The name of a whole blob."""
         return self.folder / "blobs" / sha256[:2] / sha256

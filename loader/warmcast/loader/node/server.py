@@ -121,6 +121,7 @@ class Server:
         self._working: set[asyncio.Task[None]] = set()
         metrics.watch("warmcast_cache_bytes", "Bytes in the cache", lambda: cache.nbytes)
         metrics.watch("warmcast_cache_evicted_bytes", "Bytes deleted", lambda: cache.evicted)
+        metrics.watch("warmcast_blobs_in_use", "Blobs read or written", lambda: cache.in_use)
         metrics.watch("warmcast_chunks_in_flight", "Chunks wanted", lambda: filler.under_way)
         metrics.watch("warmcast_uploads", "Chunks being sent to nodes", lambda: self._uploads)
         metrics.watch("warmcast_nodes", "Nodes there", lambda: len(membership.ring.nodes))
