@@ -107,9 +107,8 @@ def resolve(
             raise
         options = (("allow", allow), ("ignore", ignore))
         given = ", ".join(f"{option} {p!r}" for option, patterns in options for p in patterns)
-        raise type(cause)(
-            f"{given} leaves {len(taken)} of {len(listed)} files", found=cause
-        ) from cause
+        left = f"{given} leaves {len(taken)} of {len(listed)} files"
+        raise type(cause)(f"{left}: {cause}") from cause
     return replace(plan, left_out=(*plan.left_out, *notes))
 
 
