@@ -36,19 +36,21 @@ class Kernel:
     def allow_shared(self, nbytes: int) -> None:
         """Let a launch ask for so much dynamic shared memory."""
         if nbytes > _WITHOUT_ASKING:
-            result = driver.prompt().cuFuncSetAttribute(self._function, _SHARED, nbytes)
+            result = driver.waiting().cuFuncSetAttribute(self._function, _SHARED, nbytes)
             driver.check("cuFuncSetAttribute", result)
 
     def launch(
         self, blocks: int, threads: int, *arguments: int, shared: int = 0, stream: int
     ) -> None:
-        """Launch on a stream, given by its handle; returns at once."""
+        """Launch on a stream, given by its handle; nobody waits for the kernel."""
         values = (driver.U64 * len(arguments))(*arguments)
         begin, width = ctypes.addressof(values), ctypes.sizeof(driver.U64)
         places = (ctypes.c_void_p * len(arguments))(
             *range(begin, begin + width * len(arguments), width)
         )
-        result = driver.prompt().cuLaunchKernel(
+        # A first launch may load the kernel, and that may wait for what else runs on the GPU: for a
+        # broadcast, say, whose owner then needs the interpreter's lock to end it in time.
+        result = driver.waiting().cuLaunchKernel(
             self._function, blocks, 1, 1, threads, 1, 1, shared, stream, places, None
         )
         driver.check("cuLaunchKernel", result)
