@@ -6,6 +6,7 @@ import errno
 import fcntl
 import mmap
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -213,3 +214,52 @@ def test_closed_files(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None
     before = len(list(Path("/proc/self/fd").iterdir()))
     store.reader("a", soon()).close()
     assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_stretches_of_a_disk_are_closed(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of threads that have ended, and those of threads that have not."""
+    monkeypatch.setattr(os, "preadv", _only(lambda flags: flags == 0, errno.EAGAIN))
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    readers = [store.reader("a", soon()) for _ in range(3)]
+
+    def read() -> None:
+        for reader in readers:
+            reader.read_into(0, memoryview(bytearray(SIZE)), soon())
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    thread.join()
+    read()
+    # A thread has one stretch at a time, however many files it reads.
+    assert len(list(Path("/proc/self/fd").iterdir())) == before + len(readers) + 1
+    for reader in readers:
+        reader.close()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_no_descriptor_left_for_a_stretch(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "preadv", _only(lambda flags: flags == 0, errno.EAGAIN))
+    other, reader = store.reader("a", soon()), store.reader("a", soon())
+    half = bytearray(SIZE // 2)
+    other.read_into(0, memoryview(half), soon())
+    opens = os.open
+
+    def refuse(path: str, flags: int, *more: int, **options: int) -> int:
+        if str(path).startswith("/proc/self/fd/"):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return opens(path, flags, *more, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        with pytest.raises(StoreError, match="Too many open files"):
+            reader.read_into(0, memoryview(bytearray(10)), soon())
+    rest = bytearray(SIZE - len(half))
+    other.read_into(len(half), memoryview(rest), soon())  # where that thread was before
+    assert bytes(half + rest) == CONTENT
+    buffer = bytearray(SIZE)
+    reader.read_into(0, memoryview(buffer), soon())
+    assert bytes(buffer) == CONTENT
+    for opened in (other, reader):
+        opened.close()

@@ -40,7 +40,7 @@ class _Stretch:
     """Where a thread reads a file that is not in the cache, by a descriptor of its own."""
 
     def __init__(self, fd: int) -> None:
-        self.next = -1
+        self.next = self.fd = -1
         self.fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
         with contextlib.suppress(OSError):  # a file system that takes no advice
             os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
@@ -138,6 +138,7 @@ class FileReader:
         stretch = _mine.stretch
         if stretch is None or stretch not in self._stretches:
             if stretch is not None:
+                _mine.stretch = None  # also where there is no descriptor for the next
                 stretch.close()
             stretch = _mine.stretch = _Stretch(self._fd)
             self._stretches.add(stretch)
