@@ -49,9 +49,9 @@ def test_every_figure_stands_beside_the_limit(bench, tmp_path):
     ]
     assert [case["bytes"] for case in cases] == [998_400, 162_000, 54_000, 998_400, 162_000]
     for case in cases:
-        speed = case["bytes"] / case["seconds"] / 1e9  # from rounded seconds
-        assert case["GBps"] == pytest.approx(speed, rel=0.05, abs=0.001)
-        assert case["ratio_to_limit"] == pytest.approx(case["GBps"] / limit, rel=0.01, abs=0.001)
+        speed = case["bytes"] / case["seconds"] / 1e9
+        assert case["GBps"] == pytest.approx(speed, rel=0.01)
+        assert case["ratio_to_limit"] == pytest.approx(case["GBps"] / limit, rel=0.01)
     lines = out.splitlines()
     assert lines[0].startswith("cpu: memory is read at ")
     assert sum(" verify " in line for line in lines) == 2

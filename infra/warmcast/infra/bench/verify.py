@@ -86,9 +86,9 @@ class Result:
                     "check": case.check,
                     "bytes": case.nbytes,
                     "tensors": case.tensors,
-                    "seconds": round(case.seconds, 6),
-                    "GBps": round(case.speed, 3),
-                    "ratio_to_limit": round(case.speed / limit, 4),
+                    "seconds": record.rounded(case.seconds),
+                    "GBps": record.rounded(case.speed),
+                    "ratio_to_limit": record.rounded(case.speed / limit),
                 }
                 for case in self.cases
             ],
@@ -149,9 +149,9 @@ def _run(device: torch.device, gigabytes: float | None, deadline: Deadline) -> R
     deadline.check("filling the memory")
     speed, way = read_speed(memory)
     limits = {
-        "memory_read_GBps": round(speed / 1e9, 1),
+        "memory_read_GBps": record.rounded(speed / 1e9),
         "memory_read_by": way,
-        "memory_copy_GBps": round(copy_speed(memory) / 1e9, 1),
+        "memory_copy_GBps": record.rounded(copy_speed(memory) / 1e9),
     }
     deadline.check("measuring the memory")
     _fill(memory)
