@@ -58,6 +58,9 @@ _PART = 0.75
 _THREADS = 12
 """Threads at most: what a PCIe link of 55 GB/s takes from the page cache."""
 
+_FEWEST = 8
+"""Threads at least: a disk wants to be asked for several things at once."""
+
 
 class BlobSource(Protocol):
     """Where blobs are opened: the origin, or what stands before it."""
@@ -421,4 +424,4 @@ def _send(combs: Sequence[Comb], slot: Slot, begin: int, length: int, stream: in
 
 
 def _threads() -> int:
-    return max(2, min(_THREADS, os.cpu_count() or 1))
+    return max(_FEWEST, min(_THREADS, os.cpu_count() or 1))

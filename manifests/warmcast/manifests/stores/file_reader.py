@@ -1,9 +1,9 @@
 """Reading one local file, from where its bytes are.
 
 What the page cache has is taken from there, without waiting (``RWF_NOWAIT``). What is not there is
-read from the disk: through the cache, which keeps it for the next reader and lets several readers
-of one file share one read, or past it (``O_DIRECT``) where the file is larger than the memory that
-is free: it would only push out what others need, and itself.
+read from the disk: through the cache, or past it (``O_DIRECT``) where that is faster and nobody
+else reads the file (see :mod:`disks`), and where the file is larger than the memory that is free:
+it would only push out what others need, and itself.
 
 Several threads read one file, each a stretch of it front to back. The kernel sees stretches, and
 reads ahead of them in large folios, by descriptor: so each stretch that is not in the cache has one
@@ -17,12 +17,14 @@ import contextlib
 import errno
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import StoreError
+from warmcast.manifests.stores.disks import Disk, disk_of
 
 _PIECE = 8 << 20
 """Bytes of one read: between two, the deadline is looked at."""
@@ -78,7 +80,14 @@ class FileReader:
         self._where = where
         self._explain = explain
         self._flags = getattr(os, "RWF_NOWAIT", 0)
-        self._direct = self._open_direct() if self.size > _memory_free() else -1
+        self._direct = -1
+        self._disk: Disk | None = None
+        self._opening = threading.Lock()
+        self._met = False  # whether something was not in the cache
+        self._too_large = False
+        if self.size > _memory_free():
+            self._direct = self._open_direct()
+            self._too_large = self._direct >= 0
         self._stretches: weakref.WeakSet[_Stretch] = weakref.WeakSet()
 
     def read_into(self, offset: int, buffer: memoryview, deadline: Deadline) -> None:
@@ -88,7 +97,7 @@ class FileReader:
         """
         view = buffer.cast("B")
         done = 0
-        if (self._flags or self._direct < 0) and not self._going_on(offset):
+        if (self._flags or not self._too_large) and not self._going_on(offset):
             # Without the flag this is memory, or a file system that has to be waited for anyhow.
             with contextlib.suppress(OSError):  # what is the matter with it is found out below
                 # Mostly all of it is in the cache. Threads that stream come here tens of thousands
@@ -110,6 +119,8 @@ class FileReader:
 
     def close(self) -> None:
         """Close the file."""
+        if self._disk is not None:
+            self._disk.leave(self._direct)
         os.close(self._fd)
         if self._direct >= 0:
             os.close(self._direct)
@@ -119,14 +130,48 @@ class FileReader:
     def _read(self, view: memoryview, offset: int) -> int:
         if not self._going_on(offset) and (count := self._cached(view[:_PIECE], offset)):
             return count
-        if self._direct >= 0:
-            return self._past_the_cache(view[:_PIECE], offset)
-        if not self._flags:
+        if self._too_large and (count := self._past_the_cache(view[:_PIECE], offset)):
+            return count
+        if self._too_large or not self._flags:
             return os.preadv(self._fd, [view[:_PIECE]], offset)
+        return self._from_disk(view, offset)
+
+    def _from_disk(self, view: memoryview, offset: int) -> int:
+        """Read what is not in the cache by the better way."""
+        disk = self._meet()
+        if disk is not None and disk.past_the_cache():
+            began = time.perf_counter()
+            if count := self._past_the_cache(view[:_PIECE], offset):
+                disk.took(time.perf_counter() - began, count, past=True)
+                return count
         stretch = self._stretch()
+        began = time.perf_counter()
         count = os.preadv(stretch.fd, [view[:_STEP]], offset)
         stretch.next = offset + count
+        if disk is not None:
+            disk.took(time.perf_counter() - began, count, past=False)
         return count
+
+    def _meet(self) -> Disk | None:
+        """The file's disk, which is told at once that the file is read."""
+        if not self._met:
+            with self._opening:
+                if not self._met:
+                    self._disk = self._join(disk_of(self._fd))
+                    self._met = True
+        return self._disk
+
+    def _join(self, disk: Disk | None) -> Disk | None:
+        if disk is None:
+            return None
+        self._direct = self._open_direct()
+        if self._direct < 0:
+            return None
+        try:
+            disk.join(self._direct)
+        except OSError:  # no locks here, so nobody would know of anybody
+            return None
+        return disk
 
     def _going_on(self, offset: int) -> bool:
         """Whether this thread reads the disk here: it asks the cache no more where it goes on."""
@@ -159,17 +204,18 @@ class FileReader:
             return 0
 
     def _past_the_cache(self, piece: memoryview, offset: int) -> int:
-        if offset % _BLOCK == 0 and len(piece) >= _BLOCK:
+        """Take it from the disk; 0 if this part of the file, or this memory, cannot be read so."""
+        if self._direct >= 0 and offset % _BLOCK == 0 and len(piece) >= _BLOCK:
             whole = len(piece) // _BLOCK * _BLOCK
             try:
                 return os.preadv(self._direct, [piece[:whole]], offset)
             except OSError as cause:
                 if cause.errno != errno.EINVAL:  # memory or file system that wants more alignment
                     raise
-        return os.preadv(self._fd, [piece], offset)
+        return 0
 
     def _open_direct(self) -> int:
-        """A second descriptor that reads past the cache; -1 where the file system has no such."""
+        """A descriptor of its own that reads past the cache; -1 where there is no such."""
         with contextlib.suppress(OSError):
             return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
         return -1
