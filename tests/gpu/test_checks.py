@@ -126,13 +126,13 @@ def test_without_the_kernels_the_host_checks(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_kernels_that_are_wrong_are_not_used(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
-    cuda_checks._compiled.cache_clear()
+    cuda_checks._compiled.clear()
     constants = cuda_checks._constants()
     monkeypatch.setattr(cuda_checks, "_constants", lambda: [constants[0], *constants[:-1]])
     try:
         assert not cuda_checks.available(torch.device("cuda", 0))
     finally:
-        cuda_checks._compiled.cache_clear()
+        cuda_checks._compiled.clear()
     assert "expected CRC32C" in caplog.text
 
 

@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 
 from tests.gpu.gpu_workers import REF, Fleet, Model
-from warmcast.loader import Change, Loader, UsageError
-from warmcast.manifests.errors import DeadlineExceeded
+from warmcast.loader import Change, Loader, UsageError, cuda_checks, stream
+from warmcast.loader.ahead import Ahead
+from warmcast.loader.containers import flat_bytes, host_view
+from warmcast.manifests.checksum import crc32c
+from warmcast.manifests.errors import DeadlineExceeded, IntegrityError
 
 pytestmark = pytest.mark.gpu(1)
+
+
+@pytest.fixture
+def ahead(monkeypatch: pytest.MonkeyPatch) -> list[Ahead]:
+    """The checks that loads began while their bytes still came."""
+    begun: list[Ahead] = []
+
+    class Noted(Ahead):
+        def __init__(self, tensors) -> None:
+            super().__init__(tensors)
+            begun.append(self)
+
+    monkeypatch.setattr(stream, "Ahead", Noted)
+    return begun
 
 
 def test_a_load_from_the_origin_is_right(origin: str) -> None:
@@ -24,6 +45,43 @@ def test_a_load_from_the_origin_is_right(origin: str) -> None:
         ):
             assert mine.is_cuda
             assert torch.equal(mine.cpu().view(torch.int16), theirs.view(torch.int16)), name
+
+
+def test_most_is_checked_before_all_is_there(origin: str, ahead: list[Ahead]) -> None:
+    with Loader(origin) as loader:
+        for _ in range(2):  # the first may have to compile
+            with loader.skeleton():
+                model = Model()
+            assert loader.load(model, REF, "cuda").verified
+    found, tensors = ahead[-1].end(), ahead[-1]._tensors
+    nbytes = [tensor.nbytes for tensor in tensors]
+    assert 0.6 * sum(nbytes) < sum(nbytes[number] for number in found) < sum(nbytes)
+    for number, crc in found.items():
+        assert crc == crc32c(host_view(flat_bytes(tensors[number]).cpu())), number
+
+
+def test_a_wrong_byte_among_the_first_is_found(
+    origin: str, ahead: list[Ahead], tmp_path: Path
+) -> None:
+    """By the checks ahead; the load is then done again by chunks, which tell where it is."""
+    wrong = tmp_path / "origin"
+    shutil.copytree(origin.removeprefix("file://"), wrong)
+    blob = max((p for p in wrong.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    blob.chmod(0o600)
+    with blob.open("r+b") as file:
+        place = 5 * file.seek(0, os.SEEK_END) // 100
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 4]))
+    assert cuda_checks.available(torch.device("cuda", 0))
+    with Loader(f"file://{wrong}") as loader:
+        with loader.skeleton():
+            model = Model()
+        with pytest.raises(IntegrityError, match=r"model\S* at byte \d+ .*twice"):
+            loader.load(model, REF, "cuda")
+        assert all(parameter.is_meta for parameter in model.parameters())
+    assert ahead[0]._numbers
 
 
 def test_weights_quantised_without_a_word_are_not_served(origin: str, valkey_url: str) -> None:

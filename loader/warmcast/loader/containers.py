@@ -8,11 +8,11 @@ once. A load that fails leaves the model as it was.
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -72,14 +72,14 @@ class Container:
         return (last + 1) * tensor.element_size()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class State:
     """A model's containers, and the buffers that it computes and does not save."""
 
     containers: tuple[Container, ...]
     computed: tuple[Container, ...]
 
-    @property
+    @cached_property
     def key(self) -> str:
         """The state key: every name with its dtype, shape and strides."""
         return state_key(
@@ -265,7 +265,7 @@ def restorer(model: nn.Module) -> Callable[[], None]:
     """
     registries = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
     before = [
-        (registered, copy.copy(registered))
+        (registered, registered.copy())
         for module in model.modules()
         for registered in (getattr(module, name) for name in registries)
     ]

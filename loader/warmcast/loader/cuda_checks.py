@@ -13,7 +13,6 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from importlib.resources import files
 from operator import attrgetter
 
@@ -53,6 +52,11 @@ class _Kernels:
 def available(device: torch.device) -> bool:
     """Whether the kernels can be had for a GPU; says why not once, in the log."""
     return _kernels(device) is not None
+
+
+def at_hand(device: torch.device) -> bool:
+    """Whether the kernels for a GPU are there already: nobody waits for a compiler."""
+    return _compiled.get(device) is not None
 
 
 @contextmanager
@@ -197,14 +201,16 @@ def _needed(device: torch.device) -> _Kernels:
 
 def _kernels(device: torch.device) -> _Kernels | None:
     with _one_at_a_time:
-        return _compiled(device)
+        if device not in _compiled:
+            _compiled[device] = _compile_if_possible(device)
+        return _compiled[device]
 
 
+_compiled: dict[torch.device, _Kernels | None] = {}
 _one_at_a_time = threading.Lock()
 
 
-@cache
-def _compiled(device: torch.device) -> _Kernels | None:
+def _compile_if_possible(device: torch.device) -> _Kernels | None:
     try:
         return _compile(device)
     except Exception as cause:  # noqa: BLE001  (NVRTC, driver and packaging each have their own)

@@ -88,6 +88,7 @@ class Filling:
 
 
 def _fill(source: Source, targets: Targets, limit: Deadline, note: Note) -> None:
+    targets.crc32cs.clear()  # of what another source left
     began, ended = note.moved = source.fill(targets, limit)
     moving = max(ended - began, 1e-9)
     note.yes(
@@ -98,7 +99,7 @@ def _fill(source: Source, targets: Targets, limit: Deadline, note: Note) -> None
 
 
 def _verify(targets: Targets, deadline: Deadline, note: Note) -> Verified:
-    verified = verify(targets.pairs(), deadline)
+    verified = verify(targets.pairs(), deadline, targets.crc32cs)
     note.yes(
         f"CRC32C of {verified.nbytes:,} bytes, sampled hashes of {verified.tensors} tensors "
         f"in {verified.layers} layers"

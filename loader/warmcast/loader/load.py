@@ -180,10 +180,10 @@ class Walk:
         goal = self._stages.together("identity", partial(self._goal, manifest, state, plan))
         filled = self._from_peers(manifest, goal) if goal is not None else None
         if filled is None and self._wanted.progressive and plan is not None:
-            return self._progressively(manifest, plan)
+            return self._progressively(manifest, state, plan)
         if filled is None:
             filled = self._from_storage(manifest, state, plan)
-        self._installation = self._into_the_model(manifest, filled.targets)
+        self._installation = self._into_the_model(manifest, state, filled.targets)
         served = self._stages.together("ready", partial(self._finish, self._installation))
         # It knows this walk, and holds what stood in the model before: neither has to wait for the
         # garbage collector, which counts objects and not their bytes.
@@ -194,9 +194,10 @@ class Walk:
         )
         return Loaded(report, served)
 
-    def _into_the_model(self, manifest: Manifest, targets: Targets) -> Installation:
+    def _into_the_model(self, manifest: Manifest, state: State, targets: Targets) -> Installation:
         return Installation(
             self._model,
+            state,
             targets,
             modules=tuple(self._wanted.modules),
             device=self._wanted.device,
@@ -205,10 +206,10 @@ class Walk:
 
     # From storage, beside a model that already runs
 
-    def _progressively(self, manifest: Manifest, plan: Plan) -> Loaded:
+    def _progressively(self, manifest: Manifest, state: State, plan: Plan) -> Loaded:
         """Give the model its containers, and return when the first layer's weights are there."""
         targets = self._filling.allocate(plan)
-        self._installation = installation = self._into_the_model(manifest, targets)
+        self._installation = installation = self._into_the_model(manifest, state, targets)
         served = self._stages.together("ready", partial(installation.install, None))
         route, source, blobs = self._storage.open(manifest, plan)
         self._background = background = Background(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 import torch
@@ -93,11 +93,15 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """A plan's memory: filled beside the model, installed in it when it is right."""
+    """A plan's memory: filled beside the model, installed in it when it is right.
+
+    ``crc32cs`` has what was found of tensors, by their number, after their last byte was there.
+    """
 
     plan: Plan
     arena: Arena | None
     tensors: tuple[Tensor, ...]
+    crc32cs: dict[int, int] = field(default_factory=dict)
 
     @classmethod
     def allocate(cls, plan: Plan, device: torch.device, *, arena: bool = True) -> Targets:

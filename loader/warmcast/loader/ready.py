@@ -41,12 +41,13 @@ class Served:
 class Installation:
     """Puts one rank's targets into its model.
 
-    ``identify`` gives the identity of a state.
+    ``state`` is the model's as it is now, ``identify`` gives the identity of a state.
     """
 
     def __init__(
         self,
         model: nn.Module,
+        state: State,
         targets: Targets,
         *,
         modules: tuple[str, ...],
@@ -54,6 +55,7 @@ class Installation:
         identify: Callable[[State], Identity],
     ) -> None:
         self._model = model
+        self._before = state
         self._targets = targets
         self._modules = modules
         self._device = device
@@ -74,12 +76,12 @@ class Installation:
 
         ``prepare`` is called first: it gives the skeleton the containers of changed weights.
         """
-        targets = self._targets
+        targets, state = self._targets, self._before
         if prepare is not None:
             prepare(self._model)
             truths = {truth.name: truth for truth, _ in targets.pairs()}
-            targets = replace(targets, plan=plan_changed(self._state(), truths))
-        state = self._state()
+            state = self._state()
+            targets = replace(targets, plan=plan_changed(state, truths))
         # Of the containers as they were asked for: ties can give what is installed other strides.
         identity = self._identify(state).digest
         kept = [c for c in state.containers if c.name in targets.plan.kept]

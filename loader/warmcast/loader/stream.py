@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from warmcast.loader import dma, driver
+from warmcast.loader.ahead import Ahead
 from warmcast.loader.combs import Comb
 from warmcast.loader.containers import flat_bytes, host_view
 from warmcast.loader.cuda_context import current
@@ -60,6 +61,10 @@ _THREADS = 12
 
 _FEWEST = 8
 """Threads at least: a disk wants to be asked for several things at once."""
+
+
+_LAST = 0.15
+"""The part of the bytes that are checked on the GPU only when all is there."""
 
 
 class BlobSource(Protocol):
@@ -149,7 +154,14 @@ def stream(
         streaming = _Streaming(
             blobs, staging, device, deadline, arrived, stop or threading.Event(), careful=careful
         )
-        return streaming.run(_chunks(manifest, pieces, careful=careful))
+        if device.type != "cuda" or arrived is not None or careful:
+            return streaming.run(_chunks(manifest, pieces, careful=careful))
+        ahead = Ahead(targets.tensors)
+        streaming.check_ahead(ahead, sum(piece.left for piece in pieces))
+        try:
+            return streaming.run(_chunks(manifest, pieces, careful=False))
+        finally:
+            targets.crc32cs.update(ahead.end())
 
 
 def _piece(targets: Targets, number: int) -> _Piece | None:
@@ -252,6 +264,14 @@ class _Streaming:
         self._next = threading.Lock()
         self._stop = stop
         self._counting = threading.Lock()
+        self._streams: list[torch.cuda.Stream] = []  # of all threads
+        self._ahead: Ahead | None = None
+        self._there: list[int] = []
+        self._coming = self._enough = 0  # bytes: that are not there, of which few enough are not
+
+    def check_ahead(self, ahead: Ahead, nbytes: int) -> None:
+        """Have what is there checked when most of ``nbytes`` is."""
+        self._ahead, self._coming, self._enough = ahead, nbytes, int(_LAST * nbytes)
 
     def run(self, chunks: Iterator[_Chunk]) -> int:
         """Bring all chunks over; the bytes that were read."""
@@ -302,6 +322,8 @@ class _Streaming:
             if self._after is not None:
                 stack.enter_context(current(self._device))
             lane = stack.enter_context(self._staging.lane(lanes, self._after))
+            if lane.stream is not None:
+                self._streams.append(lane.stream)
             while (run := self._take(runs)) is not None:
                 for chunk in run:
                     if self._stop.is_set():
@@ -324,6 +346,19 @@ class _Streaming:
                 self._lay_out(piece.lay_out, lane)
             if whole and self._arrived is not None:
                 self._arrived(piece.number)
+            if whole and piece.lay_out is None:
+                self._check_if_enough(piece)
+
+    def _check_if_enough(self, piece: _Piece) -> None:
+        """Have the GPU check what is there when little is left: that takes it no time then."""
+        with self._counting:
+            self._there.append(piece.number)
+            self._coming -= piece.comb.target.nbytes
+            if self._ahead is None or self._coming > self._enough:
+                return
+            ahead, self._ahead = self._ahead, None
+        # Copies have been begun of all that is counted, each on its thread's stream.
+        ahead.begin(self._there.copy(), self._streams.copy())
 
     def _lay_out(self, lay_out: Callable[[], None], lane: Lane) -> None:
         """Bring a tensor that was read aside to its place, when all threads' copies have ended."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -39,13 +40,18 @@ class Verified:
     layers: int
 
 
-def verify(pairs: Sequence[tuple[Truth, Tensor]], deadline: Deadline) -> Verified:
+def verify(
+    pairs: Sequence[tuple[Truth, Tensor]],
+    deadline: Deadline,
+    crc32cs: Mapping[int, int] = MappingProxyType({}),
+) -> Verified:
     """Check every tensor against its truth.
 
-    Raises :class:`WeightVerificationError` naming the tensors that differ, and
-    :class:`DeadlineExceeded`.
+    ``crc32cs`` has those that are known of the bytes as they are now, by the pair's number. Raises
+    :class:`WeightVerificationError` naming the tensors that differ, and :class:`DeadlineExceeded`.
     """
-    measured = measure(((truth.name, truth.dtype, tensor) for truth, tensor in pairs), deadline)
+    rows = ((truth.name, truth.dtype, tensor) for truth, tensor in pairs)
+    measured = measure(rows, deadline, crc32cs)
     wrong = []
     for (truth, tensor), found in zip(pairs, measured, strict=True):
         if tensor.numel() * tensor.element_size() != truth.nbytes:
@@ -65,11 +71,15 @@ def verify(pairs: Sequence[tuple[Truth, Tensor]], deadline: Deadline) -> Verifie
     return Verified(len(pairs), sum(truth.nbytes for truth, _ in pairs), len(layers))
 
 
-def measure(rows: Iterable[tuple[str, str, Tensor]], deadline: Deadline) -> list[Truth]:
+def measure(
+    rows: Iterable[tuple[str, str, Tensor]],
+    deadline: Deadline,
+    crc32cs: Mapping[int, int] = MappingProxyType({}),
+) -> list[Truth]:
     """The truth of ``(name, safetensors dtype, tensor)`` rows, as their bytes are now.
 
     The sampled hash of a rank's slice, and of a tensor, is drawn under the stored tensor's name;
-    ``name`` is that name.
+    ``name`` is that name. ``crc32cs`` has those that are known, by the row's number.
     """
     listed = [(name, dtype, _row_major(tensor)) for name, dtype, tensor in rows]
     places: dict[int, list[int]] = defaultdict(list)  # by GPU; -1 is the CPU
@@ -78,7 +88,8 @@ def measure(rows: Iterable[tuple[str, str, Tensor]], deadline: Deadline) -> list
     truths: dict[int, Truth] = {}
     for mine in places.values():
         together = [listed[place] for place in mine]
-        truths.update(zip(mine, _measure(together, deadline), strict=True))
+        known = [crc32cs.get(place) for place in mine]
+        truths.update(zip(mine, _measure(together, known, deadline), strict=True))
     return [truths[place] for place in range(len(listed))]
 
 
@@ -110,21 +121,28 @@ _Rows = Sequence[tuple[str, str, Tensor]]
 """Names, safetensors dtypes, and contiguous tensors of one device."""
 
 
-def _measure(rows: _Rows, deadline: Deadline) -> list[Truth]:
+def _measure(rows: _Rows, known: Sequence[int | None], deadline: Deadline) -> list[Truth]:
+    """``known`` has the CRC32C of each row for which it needs not be computed."""
     deadline.check("verifying")
-    data = [data for _, _, data in rows]
-    if _fast(data[0]):
-        with torch.cuda.device(data[0].device):
+    first = rows[0][2]
+    data = [data for (_, _, data), crc in zip(rows, known, strict=True) if crc is None]
+    if not data:
+        computed: list[int] = []
+        hashes = sampled_hashes(rows, deadline)
+    elif _fast(first):
+        with torch.cuda.device(first.device):
             # Samples are taken and hashed while the GPU works on the checksums.
             beside = torch.cuda.Stream()
             beside.wait_stream(torch.cuda.current_stream())
             finish = cuda_checks.start_crc32cs(data)
             with torch.cuda.stream(beside):
                 hashes = sampled_hashes(rows, deadline)
-            crcs = finish()
+            computed = finish()
     else:
-        crcs = crc32cs(data, deadline)
+        computed = crc32cs(data, deadline)
         hashes = sampled_hashes(rows, deadline)
+    rest = iter(computed)
+    crcs = (next(rest) if crc is None else crc for crc in known)
     return [
         Truth(name, dtype, piece.nbytes, to_hex(crc), sample)
         for (name, dtype, piece), crc, sample in zip(rows, crcs, hashes, strict=True)

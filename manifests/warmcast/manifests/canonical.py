@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from warmcast.manifests.errors import InvalidData
@@ -28,7 +28,11 @@ def canonical_json(value: Any) -> bytes:
     Raises :class:`InvalidData`, naming the place, for what has no such spelling: keys that are no
     strings, NaN, infinities, lone surrogates, integers over 64 bits, other types.
     """
-    plain = _plain(value, "value", _MAX_DEPTH)
+    try:
+        plain = _plain(value, _MAX_DEPTH)
+    except _Refused as refused:
+        where = "value" + "".join(reversed(refused.where))
+        raise InvalidData(where, expected=refused.expected, found=refused.found) from None
     return json.dumps(
         plain, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
     ).encode("utf-8")
@@ -88,28 +92,64 @@ def _refuse_surrogates(value: Any, what: str, error: type[InvalidData]) -> None:
         raise error(what, expected="Unicode text", found=f"a lone surrogate in {value!r}")
 
 
-def _plain(value: Any, where: str, depth: int) -> Any:
-    """``value`` in the types that :mod:`json` writes, each checked."""
-    if value is None or isinstance(value, bool):
-        return value
+class _Refused(Exception):
+    """A value without a canonical spelling: what was expected and found, and where, from inside."""
+
+    def __init__(self, expected: str, found: str) -> None:
+        super().__init__()
+        self.expected = expected
+        self.found = found
+        self.where: list[str] = []
+
+
+def _plain(value: Any, depth: int) -> Any:
+    """``value`` in the types that :mod:`json` writes, each checked; raises :class:`_Refused`."""
     if isinstance(value, str):
-        if _SURROGATE.search(value):
-            raise InvalidData(where, expected="Unicode text", found=f"a surrogate in {value!r}")
+        if not value.isascii() and _SURROGATE.search(value):
+            raise _Refused("Unicode text", f"a surrogate in {value!r}")
+        return value
+    if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
         if not -(1 << 63) <= value < 1 << 64:
-            raise InvalidData(where, expected="an integer of up to 64 bits", found=hex(value))
+            raise _Refused("an integer of up to 64 bits", hex(value))
         return value
     if isinstance(value, float) and math.isfinite(value):
         return value
-    if not isinstance(value, (Mapping, list, tuple)):
-        raise InvalidData(where, expected="a JSON value", found=repr(value))
-    if depth == 0:
-        raise InvalidData(where, expected=f"at most {_MAX_DEPTH} levels", found="more")
+    if isinstance(value, (list, tuple)):
+        return _plain_list(value, depth)
     if isinstance(value, Mapping):
-        for key in value:
-            if not isinstance(key, str):
-                raise InvalidData(where, expected="string keys", found=repr(key))
-            _plain(key, where, depth)
-        return {key: _plain(item, f"{where}.{key}", depth - 1) for key, item in value.items()}
-    return [_plain(item, f"{where}[{index}]", depth - 1) for index, item in enumerate(value)]
+        return _plain_object(value, depth)
+    raise _Refused("a JSON value", repr(value))
+
+
+def _plain_list(value: Sequence[Any], depth: int) -> list[Any]:
+    _check_depth(depth)
+    plain: list[Any] = []
+    try:
+        for item in value:
+            plain.append(_plain(item, depth - 1))
+    except _Refused as refused:
+        refused.where.append(f"[{len(plain)}]")
+        raise
+    return plain
+
+
+def _plain_object(value: Mapping[Any, Any], depth: int) -> dict[str, Any]:
+    _check_depth(depth)
+    plain: dict[str, Any] = {}
+    for key, item in value.items():
+        if not isinstance(key, str):
+            raise _Refused("string keys", repr(key))
+        _plain(key, depth)
+        try:
+            plain[key] = _plain(item, depth - 1)
+        except _Refused as refused:
+            refused.where.append(f".{key}")
+            raise
+    return plain
+
+
+def _check_depth(depth: int) -> None:
+    if depth == 0:
+        raise _Refused(f"at most {_MAX_DEPTH} levels", "more")
