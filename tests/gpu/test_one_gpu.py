@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.gpu(1)
 
 
 @pytest.fixture
-def ahead(monkeypatch: pytest.MonkeyPatch) -> list[Ahead]:
+def ahead(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Ahead]]:
     """The checks that loads began while their bytes still came."""
     begun: list[Ahead] = []
 
@@ -30,7 +31,8 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> list[Ahead]:
             begun.append(self)
 
     monkeypatch.setattr(stream, "Ahead", Noted)
-    return begun
+    yield begun
+    begun.clear()  # the class is garbage only some time later, and the tensors would be with it
 
 
 def test_a_load_from_the_origin_is_right(origin: str) -> None:
