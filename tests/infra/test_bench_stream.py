@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from importlib.metadata import EntryPoint
 from urllib.parse import urlsplit
@@ -18,6 +19,7 @@ from warmcast.infra.demo.channel import Ended
 from warmcast.loader import Loader
 from warmcast.manifests.command import GROUP, main
 from warmcast.manifests.deadline import Deadline
+from warmcast.manifests.errors import DeadlineExceeded
 
 BENCH = EntryPoint("bench", "warmcast.infra.bench.cli:bench", GROUP)
 CPU = torch.device("cpu")
@@ -52,6 +54,46 @@ def test_each_loader_from_each_place():
     assert case["cpu_seconds_per_gb"] > 0
 
 
+@pytest.mark.parametrize(
+    ("cause", "told", "code"),
+    [
+        (DeadlineExceeded("no time left while waiting"), "no time left while waiting", 1),
+        (KeyboardInterrupt(), "interrupted", 130),
+    ],
+)
+def test_what_was_measured_is_told_when_the_rest_is_not(
+    cause, told, code, tmp_path, monkeypatch, capsys
+):
+    def end(*_):
+        raise cause
+
+    def tiny(device, _, deadline, *, where):
+        return run(device, 0.001, deadline, where=where, scale=2048)
+
+    run = stream.run
+    monkeypatch.setattr(stream, "_progressive", end)
+    monkeypatch.setattr(stream, "run", tiny)
+    file = tmp_path / "x.json"
+    with pytest.raises(SystemExit) as ended:
+        main(
+            ["bench", "stream", "--where", "warm", "--device", "cpu", "--json", str(file)], [BENCH]
+        )
+    assert ended.value.code == code
+    assert f"Not finished: {told}" in capsys.readouterr().out
+    result = json.loads(file.read_text())
+    assert result["unfinished"] == told
+    assert "warmcast" in {case["loader"] for case in result["cases"]}
+
+
+def test_what_ends_it_before_there_is_a_figure(monkeypatch):
+    def end(*_):
+        raise DeadlineExceeded("no time left while making")
+
+    monkeypatch.setattr(stream, "make", end)
+    with pytest.raises(DeadlineExceeded, match="while making"):
+        stream.run(CPU, 0.001, Deadline.after(60), scale=2048)
+
+
 def test_wrong_bytes_are_seen(tmp_path, monkeypatch):
     """A loader that is fast and wrong is reported as wrong."""
     shape = shapes(1, scale=2048)[0]
@@ -64,9 +106,7 @@ def test_wrong_bytes_are_seen(tmp_path, monkeypatch):
     folder = tmp_path / "child"
     folder.mkdir()
     source = stream._Source.on_disk(checkpoint)
-    case = next(
-        stream._case("safetensors", "warm", source, shape, result, folder, Deadline.after(60))
-    )
+    case = stream._case("safetensors", "warm", source, shape, result, folder, Deadline.after(60))
     assert not case.checked
 
 

@@ -117,7 +117,7 @@ def stream(
 
     from warmcast.flows.cli import ended_by_sigterm
     from warmcast.infra.bench import record
-    from warmcast.infra.bench.stream import PLACES, run
+    from warmcast.infra.bench.stream import INTERRUPTED, PLACES, run
     from warmcast.infra.bench.verify import pick_device
 
     places = [name.strip() for name in where.split(",")]
@@ -129,6 +129,8 @@ def stream(
     result.print()
     if json_file is not None:
         record.write(result.record(), json_file)
+    if result.unfinished is not None:
+        raise typer.Exit(130 if result.unfinished == INTERRUPTED else 1)
 
 
 bench.command()(deliver)

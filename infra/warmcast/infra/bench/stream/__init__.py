@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,15 +23,16 @@ import torch
 from warmcast.flows.workfolder import WorkFolder
 from warmcast.infra.bench import record
 from warmcast.infra.bench.stream import http, limits
-from warmcast.infra.bench.stream.checkpoint import Checkpoint, make
+from warmcast.infra.bench.stream.checkpoint import Checkpoint, make, settle
 from warmcast.infra.bench.stream.child import LOADERS, reads_from
 from warmcast.infra.bench.stream.decoder import sizes
 from warmcast.infra.bench.wire.models import Shape, shapes
 from warmcast.infra.demo.channel import Child
 from warmcast.manifests.deadline import Deadline
-from warmcast.manifests.errors import UsageError
+from warmcast.manifests.errors import DeadlineExceeded, UsageError, one_line
 
 GB = 1e9
+INTERRUPTED = "interrupted"
 PLACES = ("tmpfs", "warm", "cold", "http")
 _LIMITS = {"cold": "disk_read_GBps", "http": "http_read_GBps"}
 """What binds a load from a place, where it is not the link to the GPU."""
@@ -85,6 +86,8 @@ class Result:
     """Places that were not measured, and why."""
     cases: list[Case] = field(default_factory=list)
     progressive: Progressive | None = None
+    unfinished: str | None = None
+    """Why not everything was measured."""
 
     def record(self) -> dict[str, Any]:
         """As JSON."""
@@ -96,6 +99,7 @@ class Result:
             "skipped": self.skipped,
             "cases": [asdict(case) for case in self.cases],
             "progressive": asdict(self.progressive) if self.progressive is not None else None,
+            "unfinished": self.unfinished,
         }
 
     def print(self) -> None:
@@ -141,6 +145,8 @@ class Result:
         slowest = min(self.limits, key=lambda name: self.limits[name], default=None)
         if slowest is not None:
             print(f"The slowest part here: {slowest.removesuffix('_GBps').replace('_', ' ')}")
+        if self.unfinished is not None:
+            print(f"Not finished: {self.unfinished}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,17 +175,37 @@ def run(
 ) -> Result:
     """Measure loads to ``device``, from some of :data:`PLACES`.
 
-    Raises :class:`UsageError` where there is no room for them.
+    What was measured when the time is up, or somebody interrupts, is told all the same. Raises
+    :class:`UsageError` where there is no room, and what ended it before there was a figure.
     """
     wanted = gigabytes if gigabytes is not None else (12.0 if device.type == "cuda" else 1.8)
-    shape = shapes(int(wanted * GB), scale=scale)[0]
     result = Result(str(device), {}, {})
+    try:
+        _measure(result, device, int(wanted * GB), deadline, where, scale)
+    except (DeadlineExceeded, KeyboardInterrupt) as cause:
+        if not result.cases:
+            raise
+        result.unfinished = one_line(cause) if str(cause) else INTERRUPTED
+    return result
+
+
+def _measure(
+    result: Result,
+    device: torch.device,
+    nbytes: int,
+    deadline: Deadline,
+    where: Sequence[str],
+    scale: int,
+) -> None:
+    """Measure into ``result``."""
+    shape = shapes(nbytes, scale=scale)[0]
     if device.type == "cuda":
         result.limits["pinned_copy_GBps"] = round(limits.pinned_copy(device) / GB, 2)
     with WorkFolder() as disk:
         folder = disk.part()
         _need(folder, shape, copies=2 if "http" in where else 1)
         checkpoint = make(folder, shape, deadline)
+        settle(checkpoint.files)
         for place in where:
             with ExitStack() as stack:
                 source = _source(stack, place, checkpoint, shape, result, disk, deadline)
@@ -187,11 +213,9 @@ def run(
                     continue
                 for name in LOADERS:
                     if place in reads_from(name):
-                        result.cases += _case(
-                            name, place, source, shape, result, disk.part(), deadline
-                        )
-    result.progressive = _progressive(device, int(wanted * GB), scale, deadline)
-    return result
+                        case = _case(name, place, source, shape, result, disk.part(), deadline)
+                        result.cases.append(case)
+    result.progressive = _progressive(device, nbytes, scale, deadline)
 
 
 def _source(
@@ -220,7 +244,7 @@ def _source(
             result.skipped[where] = f"no room in {_MEMORY}"
             return None
         memory = stack.enter_context(WorkFolder(_MEMORY)).part()
-        checkpoint = make(memory, shape, deadline)
+        checkpoint = checkpoint.copied(memory)
     elif where == "cold":
         result.disk = _rates(limits.disk_reads(checkpoint.files))
         if result.disk:
@@ -240,7 +264,7 @@ def _case(
     result: Result,
     folder: Path,
     deadline: Deadline,
-) -> Iterator[Case]:
+) -> Case:
     told = {
         "loader": name,
         "device": result.device,
@@ -259,7 +283,7 @@ def _case(
     first, second = answer["seconds"][0], min(answer["seconds"][1:])
     limit = result.limits.get(_LIMITS.get(where, "pinned_copy_GBps"))
     rate = shape.nbytes / second / GB
-    yield Case(
+    return Case(
         name,
         where,
         shape.nbytes,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -41,6 +42,22 @@ class Checkpoint:
     origin: str
     manifest: Manifest
 
+    def copied(self, folder: Path) -> Checkpoint:
+        """The same in another place."""
+        root, source = folder / "origin", Path(self.origin.removeprefix("file://"))
+
+        def copy(file: FileEntry) -> Path:
+            blob, path = root / blob_key(file.sha256), folder / file.path
+            blob.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source / blob_key(file.sha256), blob)
+            os.link(blob, path)
+            return path
+
+        with ThreadPoolExecutor(_THREADS) as pool:
+            files = list(pool.map(copy, self.manifest.files))
+        shutil.copytree(source, root, ignore=lambda *_: ["blobs"], dirs_exist_ok=True)
+        return Checkpoint(files, root.as_uri(), self.manifest)
+
 
 def make(folder: Path, shape: Shape, deadline: Deadline) -> Checkpoint:
     """Write a file a layer below ``folder``, and deploy them there."""
@@ -69,11 +86,19 @@ def make(folder: Path, shape: Shape, deadline: Deadline) -> Checkpoint:
     return Checkpoint([path for path, _, _ in made], root.as_uri(), manifest)
 
 
-def drop(files: Sequence[Path]) -> None:
-    """Have the page cache forget files, as far as it does."""
+def settle(files: Sequence[Path]) -> None:
+    """Have files written to the disk now, and not while something is measured."""
     for path in files:
         fd = os.open(path, os.O_RDONLY)
         os.fsync(fd)
+        os.close(fd)
+
+
+def drop(files: Sequence[Path]) -> None:
+    """Have the page cache forget files, as far as it does."""
+    settle(files)
+    for path in files:
+        fd = os.open(path, os.O_RDONLY)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(fd)
 
