@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import DeadlineExceeded, NotFound, StoreError
-from warmcast.manifests.stores import ObjectReader, file_reader, open_store
+from warmcast.manifests.stores import ObjectReader, disks, file_reader, open_store
 from warmcast.manifests.stores.file import FileStore
 
 SIZE = 3 * 4096 + 777
@@ -36,7 +36,7 @@ def store(tmp_path: Path) -> Iterator[FileStore]:
     store.close()
 
 
-@pytest.fixture(params=["cached", "cold", "direct", "asked in vain"])
+@pytest.fixture(params=["cached", "cold", "faster direct", "direct", "asked in vain"])
 def reader(
     request: pytest.FixtureRequest, store: FileStore, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[ObjectReader]:
@@ -44,7 +44,9 @@ def reader(
     way = request.param
     if way == "direct":
         monkeypatch.setattr(file_reader, "_memory_free", lambda: 0)
-    if way in ("cold", "direct"):
+    if way == "faster direct":
+        monkeypatch.setattr(disks.Disk, "past_the_cache", lambda _: True)
+    if way in ("cold", "faster direct", "direct"):
         monkeypatch.setattr(os, "preadv", _only(lambda flags: flags == 0, errno.EAGAIN))
     if way == "asked in vain":
         monkeypatch.setattr(os, "preadv", _only(lambda flags: flags == 0, errno.EOPNOTSUPP))
@@ -75,8 +77,13 @@ def test_any_range_by_any_way(reader: ObjectReader, offset: int, length: int) ->
 
 
 @settings(deadline=None, max_examples=60)
-@given(offset=st.integers(0, SIZE), length=st.integers(0, SIZE), most=st.integers(1, 5000))
-def test_short_reads(tmp_path_factory, offset: int, length: int, most: int) -> None:
+@given(
+    offset=st.integers(0, SIZE),
+    length=st.integers(0, SIZE),
+    most=st.integers(1, 5000),
+    past=st.booleans(),
+)
+def test_short_reads(tmp_path_factory, offset: int, length: int, most: int, past: bool) -> None:
     """A file system may give less than was asked for, at every call."""
     length = min(length, SIZE - offset)
     with pytest.MonkeyPatch.context() as patch:
@@ -85,9 +92,12 @@ def test_short_reads(tmp_path_factory, offset: int, length: int, most: int) -> N
         reader = store.reader("a", soon())
 
         def short(fd: int, buffers: list[memoryview], at: int, flags: int = 0) -> int:
+            if past and flags:
+                raise BlockingIOError
             return preadv(fd, [buffers[0][:most]], at, flags)
 
         patch.setattr(os, "preadv", short)
+        patch.setattr(disks.Disk, "past_the_cache", lambda _: past)
         buffer = bytearray(length)
         reader.read_into(offset, memoryview(buffer), soon())
         assert bytes(buffer) == CONTENT[offset : offset + length]
