@@ -14,6 +14,7 @@ processor time and less speed.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import threading
@@ -205,12 +206,14 @@ class FileReader:
 
     def _past_the_cache(self, piece: memoryview, offset: int) -> int:
         """Take it from the disk; 0 if this part of the file, or this memory, cannot be read so."""
-        if self._direct >= 0 and offset % _BLOCK == 0 and len(piece) >= _BLOCK:
+        # Kernels differ in what alignment they want of memory, and some read before they refuse.
+        aligned = self._direct >= 0 and not (offset | _address(piece)) % _BLOCK
+        if aligned and len(piece) >= _BLOCK:
             whole = len(piece) // _BLOCK * _BLOCK
             try:
                 return os.preadv(self._direct, [piece[:whole]], offset)
             except OSError as cause:
-                if cause.errno != errno.EINVAL:  # memory or file system that wants more alignment
+                if cause.errno != errno.EINVAL:  # a file system that wants more alignment
                     raise
         return 0
 
@@ -219,6 +222,10 @@ class FileReader:
         with contextlib.suppress(OSError):
             return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
         return -1
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view)) if len(view) else 0
 
 
 def _memory_free() -> int:
