@@ -18,7 +18,7 @@ from torch import nn
 from warmcast.loader import cuda_checks, goodbye
 from warmcast.loader.address import host_id
 from warmcast.loader.change import Change
-from warmcast.loader.collector import frozen
+from warmcast.loader.collector import quiet
 from warmcast.loader.containers import collect, marks
 from warmcast.loader.environment import DEADLINE, Settings
 from warmcast.loader.errors import GroupLost
@@ -186,7 +186,7 @@ class Loader:
                 if peers is not None:
                     stack.enter_context(warming(transports, wanted.device))
                 stack.enter_context(cuda_checks.compiling(wanted.device))
-                stack.enter_context(frozen())
+                stack.enter_context(quiet())
                 loaded = Walk(model, wanted, ways, group, limit).run()
         except BaseException as cause:
             self._give_back(taken)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from warmcast.loader.collector import quiet
 from warmcast.loader.containers import parameter_like
 
 _FILLED = "_warmcast_filled"
@@ -49,7 +50,7 @@ def skeleton() -> Iterator[None]:
     Applies to modules built by this thread while the context is open; one context at a time in a
     process, because ``nn.Module.register_parameter`` is replaced meanwhile.
     """
-    with _patching:
+    with quiet(), _patching:
         builder = _Builder()
         original = nn.Module.register_parameter
 
