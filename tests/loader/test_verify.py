@@ -13,7 +13,7 @@ from warmcast.manifests.deadline import Deadline
 
 TENSORS = [torch.arange(n, dtype=torch.int32) for n in (1000, 0, 7, 300)]
 ROWS = [(f"layers.{i}.w", "I32", tensor) for i, tensor in enumerate(TENSORS)]
-LIMIT = Deadline.after(60)
+LIMIT = Deadline.never()
 TRUTHS = measure(ROWS, LIMIT)
 CRCS = [int(truth.crc32c, 16) for truth in TRUTHS]
 
