@@ -104,7 +104,8 @@ class Result:
 
     def print(self) -> None:
         """A table for people, and which part of the machine is the slowest."""
-        print(f"To {self.device}: " + ", ".join(f"{k} {v}" for k, v in self.limits.items()))
+        bounds = ", ".join(f"{name} {rate}" for name, rate in self.limits.items())
+        print(f"To {self.device}: {bounds or 'no limit measured'}")
         columns = (
             "loader",
             "where",
