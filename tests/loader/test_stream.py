@@ -115,6 +115,23 @@ def test_every_cut_is_what_narrow_gives(origin, cut, chunk, before, arena, turne
         assert found.stride() == container.stride() or found.numel() < 2
 
 
+def test_each_tensor_arrives_once(origin, monkeypatch):
+    """Also where the last chunk comes in parts, of which some have nothing of it."""
+    sizes = {f"part{i}": 3_000 + 5_000 * i for i in range(6)}
+    tensors = {name: ("U8", (size,), bytes(size)) for name, size in sizes.items()}
+    manifest = put(origin, tensors, 1 << 20, Mesh())
+    monkeypatch.setattr(streaming, "_PIECE", 4096)
+    # As to a GPU, which checks all that is there.
+    monkeypatch.setattr(streaming._Streaming, "_checked_later", lambda *_: True)
+    containers = {name: torch.ones(size, dtype=torch.uint8) for name, size in sizes.items()}
+    plan = make_plan(collect(Bag(containers)), manifest, mesh=Mesh(), rank=0)
+    targets = Targets.allocate(plan, torch.device("cpu"))
+    arrived: list[int] = []
+    stream(origin, manifest, targets, Staging(16 << 20), NEVER, arrived=arrived.append)
+    assert sorted(arrived) == list(range(len(sizes)))
+    assert not any(tensor.any() for tensor in targets.tensors)
+
+
 def test_host_memory_is_bounded_by_the_staging_buffers(origin):
     """A model of 64 MiB in chunks of 1 MiB takes a few MiB to stream."""
     megabyte = 1 << 20

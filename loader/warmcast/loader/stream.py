@@ -62,7 +62,6 @@ _THREADS = 12
 _FEWEST = 8
 """Threads at least: a disk wants to be asked for several things at once."""
 
-
 _LAST = 0.15
 """The part of the bytes that are checked on the GPU only when all is there."""
 
@@ -341,7 +340,7 @@ class _Streaming:
             came = sum(m.rows * m.width for m in piece.comb.moves(chunk.begin, chunk.length))
             with self._counting:
                 piece.left -= came
-                whole = not piece.left
+                whole = came > 0 and not piece.left  # a part of a chunk may have nothing of it
             if whole and piece.lay_out is not None:
                 self._lay_out(piece.lay_out, lane)
             if whole and self._arrived is not None:
