@@ -283,6 +283,11 @@ class Registry:
                 return bytes(reply[1])
         return None
 
+    def take(self, box: str, deadline: Deadline) -> bytes | None:
+        """Take the next message out of a mailbox if there is one; nobody waits for it."""
+        reply = self._call(lambda client: client.lpop(box), deadline)
+        return bytes(reply) if reply is not None else None
+
     def peek(self, box: str, deadline: Deadline) -> bytes | None:
         """The message in a mailbox that holds one, left where it is; None after the deadline."""
         while not deadline.expired:

@@ -102,23 +102,33 @@ class Inbox(Generic[R]):
         """
         with contextlib.suppress(DeadlineExceeded):  # between two of the registry's calls
             while (data := self._registry.pop(self._box, deadline)) is not None:
-                try:
-                    return parse(self._kind, data)
-                except InvalidData as cause:
-                    log.warning("a message to %s is passed over: %s", self._box, cause)
+                if (message := self._read(data)) is not None:
+                    return message
         return None
 
     def look(self) -> R | None:
-        """A message, if it is time to look and there is one. Nothing raises: a registry that is
-        gone ends no transfer.
+        """A message, if it is time to look and there is one: the transfer does not wait for it.
+
+        Nothing raises: a registry that is gone ends no transfer.
         """
         if time.monotonic() < self._next:
             return None
         self._next = time.monotonic() + _EVERY
+        limit = Deadline.after(_LOOK)
+        with contextlib.suppress(DeadlineExceeded):  # then the next look goes on
+            try:
+                while (data := self._registry.take(self._box, limit)) is not None:
+                    if (message := self._read(data)) is not None:
+                        return message
+            except RegistryUnavailable:
+                self._next += CALL
+        return None
+
+    def _read(self, data: bytes) -> R | None:
         try:
-            return self.wait(Deadline.after(_LOOK))
-        except RegistryUnavailable:
-            self._next += CALL
+            return parse(self._kind, data)
+        except InvalidData as cause:
+            log.warning("a message to %s is passed over: %s", self._box, cause)
             return None
 
 
