@@ -202,6 +202,21 @@ def test_a_rank_with_another_model_fails_all(publish, loader, ranks):
     assert isinstance(found[1], SkeletonMismatch)
 
 
+def test_a_rank_that_names_no_submodule_fails_all(publish, loader, ranks):
+    """At once: the others do not wait for a vote that never comes."""
+    deployed = publish(filled(Pipeline()).state_dict())
+    found = grouped(
+        loader,
+        ranks,
+        deployed,
+        lambda rank: Pipeline(),
+        options=lambda rank: {"modules": ("encoder",) if rank else ("vae",)},
+    )
+    assert isinstance(found[0], Outvoted)
+    assert "'encoder'" in str(found[0])
+    assert isinstance(found[1], UsageError)
+
+
 def test_a_mesh_that_is_not_the_groups(publish, loader, ranks):
     deployed = publish(filled(Block(8)).state_dict())
     found = grouped(

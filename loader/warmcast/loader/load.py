@@ -175,16 +175,15 @@ class Walk:
 
     def _run(self) -> Loaded:
         manifest = self._resolve()
-        state = collect(self._model, self._wanted.modules)
-        plan = self._stages.together("skeleton", partial(self._match, manifest, state))
+        state, plan = self._stages.together("skeleton", partial(self._match, manifest))
         goal = self._stages.together("identity", partial(self._goal, manifest, state, plan))
         filled = self._from_peers(manifest, goal) if goal is not None else None
         if filled is None and self._wanted.progressive and plan is not None:
             return self._progressively(manifest, state, plan)
         if filled is None:
             filled = self._from_storage(manifest, state, plan)
-        self._installation = self._into_the_model(manifest, state, filled.targets)
-        served = self._stages.together("ready", partial(self._finish, self._installation))
+        finish = partial(self._finish, manifest, state, filled.targets)
+        served = self._stages.together("ready", finish)
         # It knows this walk, and holds what stood in the model before: neither has to wait for the
         # garbage collector, which counts objects and not their bytes.
         self._installation = None
@@ -195,7 +194,7 @@ class Walk:
         return Loaded(report, served)
 
     def _into_the_model(self, manifest: Manifest, state: State, targets: Targets) -> Installation:
-        return Installation(
+        self._installation = Installation(
             self._model,
             state,
             targets,
@@ -203,14 +202,19 @@ class Walk:
             device=self._wanted.device,
             identify=partial(self._identity, manifest),
         )
+        return self._installation
 
     # From storage, beside a model that already runs
 
     def _progressively(self, manifest: Manifest, state: State, plan: Plan) -> Loaded:
         """Give the model its containers, and return when the first layer's weights are there."""
         targets = self._filling.allocate(plan)
-        self._installation = installation = self._into_the_model(manifest, state, targets)
-        served = self._stages.together("ready", partial(installation.install, None))
+
+        def install(note: Note) -> tuple[Served, Callable[[], None]]:
+            installation = self._into_the_model(manifest, state, targets)
+            return installation.install(None, note), installation.undo
+
+        served, undo = self._stages.together("ready", install)
         route, source, blobs = self._storage.open(manifest, plan)
         self._background = background = Background(
             self._model,
@@ -220,7 +224,7 @@ class Walk:
             self._ways.staging,
             manifest,
             targets,
-            installation.undo,
+            undo,
             self._deadline,
         )
         background.start()
@@ -250,9 +254,12 @@ class Walk:
             "manifest", partial(_noted, lambda: origin.manifest(digest, self._deadline))
         )
 
-    def _match(self, manifest: Manifest, state: State, note: Note) -> Plan | None:
-        """The plan by which the origin's files fit; None for a skeleton that was changed before."""
+    def _match(self, manifest: Manifest, note: Note) -> tuple[State, Plan | None]:
+        """The model's containers, and the plan by which the origin's files fit them; None for a
+        skeleton that was changed before.
+        """
         wanted = self._wanted
+        state = collect(self._model, wanted.modules)
         try:
             plan = make_plan(
                 state,
@@ -267,12 +274,12 @@ class Walk:
             if wanted.change is None:
                 raise
             note.yes(f"taken as changed by {wanted.change.name} already: {cause}")
-            return None
+            return state, None
         parts = [f"{len(plan.placements)} tensors, {plan.nbytes:,} bytes"]
         parts += [f"kept {_few(plan.kept)}"] if plan.kept else []
         parts += [f"not loaded {_few(plan.skipped)}"] if plan.skipped else []
         note.yes("; ".join(parts))
-        return plan
+        return state, plan
 
     def _goal(
         self, manifest: Manifest, state: State, plan: Plan | None, note: Note
@@ -424,7 +431,10 @@ class Walk:
 
     # 6: into the model
 
-    def _finish(self, installation: Installation, note: Note) -> Served | None:
+    def _finish(
+        self, manifest: Manifest, state: State, targets: Targets, note: Note
+    ) -> Served | None:
+        installation = self._into_the_model(manifest, state, targets)
         change = self._wanted.change
         received = installation.received_changed
         prepare = change.prepare if change is not None and self._unprepared and received else None
