@@ -202,7 +202,17 @@ def test_a_rank_with_another_model_fails_all(publish, loader, ranks):
     assert isinstance(found[1], SkeletonMismatch)
 
 
-def test_a_rank_that_names_no_submodule_fails_all(publish, loader, ranks):
+@pytest.mark.parametrize(
+    ("right", "wrong", "named"),
+    [
+        ({"modules": ("vae",)}, {"modules": ("encoder",)}, "'encoder'"),
+        ({}, {"device": "tpu"}, "'tpu'"),
+        ({}, {"mesh": Mesh.grid({"tp": 4})}, "mesh"),
+    ],
+)
+def test_a_rank_that_asks_for_what_is_not_there_fails_all(
+    publish, loader, ranks, right, wrong, named
+):
     """At once: the others do not wait for a vote that never comes."""
     deployed = publish(filled(Pipeline()).state_dict())
     found = grouped(
@@ -210,10 +220,10 @@ def test_a_rank_that_names_no_submodule_fails_all(publish, loader, ranks):
         ranks,
         deployed,
         lambda rank: Pipeline(),
-        options=lambda rank: {"modules": ("encoder",) if rank else ("vae",)},
+        options=lambda rank: wrong if rank else right,
     )
     assert isinstance(found[0], Outvoted)
-    assert "'encoder'" in str(found[0])
+    assert named in str(found[0])
     assert isinstance(found[1], UsageError)
 
 

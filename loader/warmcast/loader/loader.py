@@ -25,7 +25,7 @@ from warmcast.loader.errors import GroupLost
 from warmcast.loader.heartbeat import Heartbeat
 from warmcast.loader.load import Loaded, Walk, Wanted, Ways
 from warmcast.loader.node.client import NodeClient
-from warmcast.loader.quorum import Group, group_from_env
+from warmcast.loader.quorum import Group, group_from_env, telling
 from warmcast.loader.registry import CALL, Lease, Registry
 from warmcast.loader.report import LoadReport
 from warmcast.loader.routes.peer import PeerRoute
@@ -144,27 +144,20 @@ class Loader:
         limit = Deadline.after(self._seconds if deadline is None else deadline)
         self._give_up(model)
         group = self._joined(limit)
-        wanted = Wanted(
-            ref,
-            _device(device),
-            modules,
-            mesh or _flat_mesh(group),
-            change,
-            ignore,
-            keep,
-            arena,
-            progressive,
-        )
-        if progressive and (group.size > 1 or change is not None):
-            raise UsageError(
-                "progressive",
-                expected="a model of one rank, served as it was deployed",
-                found=f"{group.size} ranks" if change is None else f"the change {change.name!r}",
+        with telling(group, limit):
+            wanted = Wanted(
+                ref,
+                _device(device),
+                modules,
+                mesh or _flat_mesh(group),
+                change,
+                ignore,
+                keep,
+                arena,
+                progressive,
             )
-        if wanted.mesh.size != group.size:
-            raise UsageError(
-                "mesh", expected=f"{group.size} ranks, as the group has", found=wanted.mesh.size
-            )
+            _check(wanted, group)
+            transports = transports_for(wanted.device) if self._registry is not None else ()
         taken: list[Lease] = []
 
         def lead(identity: str, deadline: Deadline) -> Lease | None:
@@ -174,7 +167,6 @@ class Loader:
                 self._keep(lease, limit)
             return lease
 
-        transports = transports_for(wanted.device) if self._registry is not None else ()
         peers = None
         if self._registry is not None and transports:
             peers = PeerRoute(self._registry, self._endpoint(wanted.device, transports), transports)
@@ -374,6 +366,21 @@ _Entry = tuple[Loaded, Wanted, tuple[Lease, ...]]
 
 def _beat_of(lease: Lease) -> str:
     return f"lease {lease.identity[:12]}"
+
+
+def _check(wanted: Wanted, group: Group) -> None:
+    """Raise :class:`UsageError` for what a group of this size cannot be asked for."""
+    change = wanted.change
+    if wanted.progressive and (group.size > 1 or change is not None):
+        raise UsageError(
+            "progressive",
+            expected="a model of one rank, served as it was deployed",
+            found=f"{group.size} ranks" if change is None else f"the change {change.name!r}",
+        )
+    if wanted.mesh.size != group.size:
+        raise UsageError(
+            "mesh", expected=f"{group.size} ranks, as the group has", found=wanted.mesh.size
+        )
 
 
 def _device(device: str | torch.device) -> torch.device:

@@ -11,6 +11,8 @@ deadline; a rank that does not vote in time ends the load of all others with :cl
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
@@ -22,7 +24,7 @@ from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, Store, TCP
 
 from warmcast.loader.errors import GroupLost
 from warmcast.manifests.deadline import Deadline
-from warmcast.manifests.errors import UsageError
+from warmcast.manifests.errors import UsageError, WarmcastError
 
 _made = count()  # groups of this process; all ranks make theirs in one order
 
@@ -63,6 +65,17 @@ class Group(Protocol):
 
     def close(self) -> None:
         """Give back the group's sockets and threads."""
+
+
+@contextmanager
+def telling(group: Group, deadline: Deadline) -> Iterator[None]:
+    """Tell the other ranks of an error before their first vote, for which they would wait."""
+    try:
+        yield
+    except WarmcastError as cause:
+        with suppress(WarmcastError):
+            group.vote(False, str(cause), deadline)
+        raise
 
 
 class Alone:
