@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.manifests.files import direct
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import DeadlineExceeded, NotFound, StoreError
 from warmcast.manifests.stores import ObjectReader, disks, file_reader, open_store
@@ -137,7 +138,7 @@ def test_a_descriptor_that_cannot_be_read() -> None:
 
 @pytest.mark.parametrize("nowait", [errno.EAGAIN, errno.EOPNOTSUPP], ids=["cold", "unsupported"])
 def test_a_file_larger_than_the_memory_is_read_past_the_cache(
-    store: FileStore, monkeypatch: pytest.MonkeyPatch, nowait: int
+    store: FileStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nowait: int
 ) -> None:
     """Every time, and all but the tail that is no whole block."""
     reads: list[tuple[bool, int, int]] = []
@@ -146,14 +147,13 @@ def test_a_file_larger_than_the_memory_is_read_past_the_cache(
         if flags:
             raise OSError(nowait, os.strerror(nowait))
         count = preadv(fd, buffers, offset)
-        direct = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
-        reads.append((direct, offset, count))
+        reads.append((bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT), offset, count))
         return count
 
     monkeypatch.setattr(file_reader, "_memory_free", lambda: 0)
     monkeypatch.setattr(os, "preadv", call)
     reader = store.reader("a", soon())
-    if reader._direct < 0:
+    if not direct(tmp_path):
         pytest.skip("this file system has no reads past the cache")
     with mmap.mmap(-1, 4 * 4096) as buffer, memoryview(buffer) as view:
         for _ in range(2):
@@ -161,9 +161,8 @@ def test_a_file_larger_than_the_memory_is_read_past_the_cache(
             with view[:SIZE] as part:
                 reader.read_into(0, part, soon())
             assert bytes(view[:SIZE]) == CONTENT
-            past = sum(count for direct, _, count in reads if direct)
-            assert past >= 3 * 4096
-            assert sum(count for direct, _, count in reads if not direct) <= SIZE - 3 * 4096
+            assert sum(count for past, _, count in reads if past) >= 3 * 4096
+            assert sum(count for past, _, count in reads if not past) <= SIZE - 3 * 4096
     reader.close()
 
 
@@ -226,23 +225,27 @@ def test_closed_files(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def test_stretches_of_a_disk_are_closed(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("past", [False, True])
+def test_stretches_of_a_disk_are_closed(
+    store: FileStore, past: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those of threads that have ended, and those of threads that have not."""
+    monkeypatch.setattr(disks.Disk, "past_the_cache", lambda _: past)
     monkeypatch.setattr(os, "preadv", _only(lambda flags: flags == 0, errno.EAGAIN))
     before = len(list(Path("/proc/self/fd").iterdir()))
     readers = [store.reader("a", soon()) for _ in range(3)]
 
     def read() -> None:
-        for reader in readers:
-            reader.read_into(0, memoryview(bytearray(SIZE)), soon())
+        with mmap.mmap(-1, SIZE) as buffer:
+            for reader in readers:
+                reader.read_into(0, memoryview(buffer), soon())
 
     thread = threading.Thread(target=read)
     thread.start()
     thread.join()
     read()
     # A thread has one stretch at a time, however many files it reads.
-    direct = sum(reader._direct >= 0 for reader in readers)
-    assert len(list(Path("/proc/self/fd").iterdir())) == before + len(readers) + direct + 1
+    assert len(list(Path("/proc/self/fd").iterdir())) == before + len(readers) + 1
     for reader in readers:
         reader.close()
     assert len(list(Path("/proc/self/fd").iterdir())) == before

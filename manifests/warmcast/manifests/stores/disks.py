@@ -43,7 +43,10 @@ class Disk:
         self._seconds = [0.0, 0.0]
 
     def join(self, fd: int) -> None:
-        """Say that a file is read; ``fd`` is a descriptor of it that nobody else has."""
+        """Say that a file is read, by an open file description that is this reader's alone.
+
+        Raises :class:`OSError` where files cannot be locked.
+        """
         shared = struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
         with self._lock:
             fcntl.fcntl(fd, fcntl.F_OFD_SETLK, shared)

@@ -40,11 +40,15 @@ _NO_NOWAIT = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 
 
 class _Stretch:
-    """Where a thread reads a file that is not in the cache, by a descriptor of its own."""
+    """Where a thread reads a file that is not in the cache, by a descriptor of its own: through the
+    cache, with the place where it goes on, or ``past`` it.
+    """
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, *, past: bool) -> None:
+        self.past = past
         self.next = self.fd = -1
-        self.fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if past else 0)
+        self.fd = os.open(f"/proc/self/fd/{fd}", flags)
         with contextlib.suppress(OSError):  # a file system that takes no advice
             os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
@@ -81,14 +85,11 @@ class FileReader:
         self._where = where
         self._explain = explain
         self._flags = getattr(os, "RWF_NOWAIT", 0)
-        self._direct = -1
-        self._disk: Disk | None = None
-        self._opening = threading.Lock()
+        self._direct = True  # as long as nothing speaks against it
+        self._too_large = self.size > _memory_free()
+        self._meeting = threading.Lock()
         self._met = False  # whether something was not in the cache
-        self._too_large = False
-        if self.size > _memory_free():
-            self._direct = self._open_direct()
-            self._too_large = self._direct >= 0
+        self._disk: Disk | None = None
         self._stretches: weakref.WeakSet[_Stretch] = weakref.WeakSet()
 
     def read_into(self, offset: int, buffer: memoryview, deadline: Deadline) -> None:
@@ -121,10 +122,8 @@ class FileReader:
     def close(self) -> None:
         """Close the file."""
         if self._disk is not None:
-            self._disk.leave(self._direct)
+            self._disk.leave(self._fd)
         os.close(self._fd)
-        if self._direct >= 0:
-            os.close(self._direct)
         for stretch in list(self._stretches):
             stretch.close()
 
@@ -133,7 +132,7 @@ class FileReader:
             return count
         if self._too_large and (count := self._past_the_cache(view[:_PIECE], offset)):
             return count
-        if self._too_large or not self._flags:
+        if not self._flags:
             return os.preadv(self._fd, [view[:_PIECE]], offset)
         return self._from_disk(view, offset)
 
@@ -145,7 +144,7 @@ class FileReader:
             if count := self._past_the_cache(view[:_PIECE], offset):
                 disk.took(time.perf_counter() - began, count, past=True)
                 return count
-        stretch = self._stretch()
+        stretch = self._stretch(past=False)
         began = time.perf_counter()
         count = os.preadv(stretch.fd, [view[:_STEP]], offset)
         stretch.next = offset + count
@@ -156,37 +155,29 @@ class FileReader:
     def _meet(self) -> Disk | None:
         """The file's disk, which is told at once that the file is read."""
         if not self._met:
-            with self._opening:
+            with self._meeting:
                 if not self._met:
-                    self._disk = self._join(disk_of(self._fd))
+                    disk = disk_of(self._fd)
+                    with contextlib.suppress(OSError):  # no locks: nobody would know of anybody
+                        if disk is not None:
+                            disk.join(self._fd)
+                            self._disk = disk
                     self._met = True
         return self._disk
-
-    def _join(self, disk: Disk | None) -> Disk | None:
-        if disk is None:
-            return None
-        self._direct = self._open_direct()
-        if self._direct < 0:
-            return None
-        try:
-            disk.join(self._direct)
-        except OSError:  # no locks here, so nobody would know of anybody
-            return None
-        return disk
 
     def _going_on(self, offset: int) -> bool:
         """Whether this thread reads the disk here: it asks the cache no more where it goes on."""
         stretch = _mine.stretch
         return stretch is not None and stretch.next == offset and stretch in self._stretches
 
-    def _stretch(self) -> _Stretch:
-        """The thread's stretch of this file."""
+    def _stretch(self, *, past: bool) -> _Stretch:
+        """The thread's stretch of this file, through the cache or past it."""
         stretch = _mine.stretch
-        if stretch is None or stretch not in self._stretches:
+        if stretch is None or stretch not in self._stretches or stretch.past != past:
             if stretch is not None:
                 _mine.stretch = None  # also where there is no descriptor for the next
                 stretch.close()
-            stretch = _mine.stretch = _Stretch(self._fd)
+            stretch = _mine.stretch = _Stretch(self._fd, past=past)
             self._stretches.add(stretch)
         return stretch
 
@@ -207,21 +198,20 @@ class FileReader:
     def _past_the_cache(self, piece: memoryview, offset: int) -> int:
         """Take it from the disk; 0 if this part of the file, or this memory, cannot be read so."""
         # Kernels differ in what alignment they want of memory, and some read before they refuse.
-        aligned = self._direct >= 0 and not (offset | _address(piece)) % _BLOCK
-        if aligned and len(piece) >= _BLOCK:
-            whole = len(piece) // _BLOCK * _BLOCK
-            try:
-                return os.preadv(self._direct, [piece[:whole]], offset)
-            except OSError as cause:
-                if cause.errno != errno.EINVAL:  # a file system that wants more alignment
-                    raise
+        aligned = not (offset | _address(piece)) % _BLOCK
+        if not (self._direct and aligned and len(piece) >= _BLOCK):
+            return 0
+        try:
+            stretch = self._stretch(past=True)
+        except OSError:  # a file system without, or no descriptor left: the other way will tell
+            self._direct = False
+            return 0
+        try:
+            return os.preadv(stretch.fd, [piece[: len(piece) // _BLOCK * _BLOCK]], offset)
+        except OSError as cause:
+            if cause.errno != errno.EINVAL:  # a file system that wants more alignment
+                raise
         return 0
-
-    def _open_direct(self) -> int:
-        """A descriptor of its own that reads past the cache; -1 where there is no such."""
-        with contextlib.suppress(OSError):
-            return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-        return -1
 
 
 def _address(view: memoryview) -> int:

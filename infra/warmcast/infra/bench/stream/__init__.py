@@ -245,7 +245,7 @@ def _source(
             result.skipped[where] = f"no room in {_MEMORY}"
             return None
         memory = stack.enter_context(WorkFolder(_MEMORY)).part()
-        checkpoint = checkpoint.copied(memory)
+        checkpoint = checkpoint.copied(memory, deadline)
     elif where == "cold":
         result.disk = _rates(limits.disk_reads(checkpoint.files))
         if result.disk:

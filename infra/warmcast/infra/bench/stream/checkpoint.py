@@ -42,11 +42,12 @@ class Checkpoint:
     origin: str
     manifest: Manifest
 
-    def copied(self, folder: Path) -> Checkpoint:
+    def copied(self, folder: Path, deadline: Deadline) -> Checkpoint:
         """The same in another place."""
-        root, source = folder / "origin", Path(self.origin.removeprefix("file://"))
+        root, source = folder / "origin", self.files[0].parent / "origin"
 
         def copy(file: FileEntry) -> Path:
+            deadline.check("copying the checkpoint")
             blob, path = root / blob_key(file.sha256), folder / file.path
             blob.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source / blob_key(file.sha256), blob)
