@@ -27,14 +27,15 @@ class Ahead:
         What was begun on the streams ``after`` fills them; nothing else will write to them.
         """
         device = self._tensors[0].device
+        wanted = [number for number in numbers if self._tensors[number].nbytes >= LARGE]
+        if not wanted or not cuda_checks.at_hand(device):
+            return
         stream = torch.cuda.Stream(device)
         for other in after:
             stream.wait_stream(other)
-        wanted = [number for number in numbers if self._tensors[number].nbytes >= LARGE]
-        if wanted and cuda_checks.at_hand(device):
-            with torch.cuda.stream(stream):
-                self._finish = cuda_checks.start_crc32cs([self._tensors[n] for n in wanted])
-            self._numbers = wanted
+        with torch.cuda.stream(stream):
+            self._finish = cuda_checks.start_crc32cs([self._tensors[n] for n in wanted])
+        self._numbers = wanted
 
     def end(self) -> dict[int, int]:
         """The CRC32C of each number that was checked, when the GPU is done with them."""

@@ -153,12 +153,13 @@ def stream(
         streaming = _Streaming(
             blobs, staging, device, deadline, arrived, stop or threading.Event(), careful=careful
         )
+        chunks = _chunks(manifest, pieces, careful=careful)
         if device.type != "cuda" or arrived is not None or careful:
-            return streaming.run(_chunks(manifest, pieces, careful=careful))
+            return streaming.run(chunks)
         ahead = Ahead(targets.tensors)
         streaming.check_ahead(ahead, sum(piece.left for piece in pieces))
         try:
-            return streaming.run(_chunks(manifest, pieces, careful=False))
+            return streaming.run(chunks)
         finally:
             targets.crc32cs.update(ahead.end())
 
