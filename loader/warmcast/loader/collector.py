@@ -42,8 +42,6 @@ class _Collector:
     def begin(self) -> None:
         with self._lock:
             self._contexts += 1
-            if self._contexts > 1:
-                return
             before = gc.get_threshold()
             if 0 < before[0] < _SELDOM:
                 self._undo.append(lambda: _restore(before))
