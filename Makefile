@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-INPUTS := pyproject.toml infra/constraints.txt
+INPUTS := pyproject.toml infra/constraints.txt infra/native.py loader/warmcast/loader/pump.c
 export DO_NOT_TRACK := 1
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -26,6 +26,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(STAMP)
+	$(CC) -std=c11 -Wall -Wextra -Wpedantic -Werror -fsyntax-only loader/warmcast/loader/pump.c
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -35,6 +36,7 @@ check: $(STAMP)
 # Not in .venv: with the interpreter it is given, which has torch and pytest. Needs no network.
 # Eight at a time where pytest-xdist is there: most of them wait for a fault to be noticed.
 test-gpu:
+	$(PYTHON) infra/native.py
 	PYTHONPATH=$(CURDIR)/manifests:$(CURDIR)/flows:$(CURDIR)/loader:$(CURDIR)/infra:$$PYTHONPATH \
 	$(PYTHON) -m pytest tests/gpu -rs $$($(PYTHON) -c 'import xdist' 2>/dev/null && printf %s '-n 8 -p no:benchmark')
 

@@ -83,6 +83,7 @@ class LocalReader:
     """A local file as an ``ObjectReader``, open until it is closed."""
 
     local = True
+    cached = None
     step = 1 << 24
 
     def __init__(self, file: LocalFile) -> None:

@@ -15,21 +15,27 @@ from collections.abc import Callable
 from warmcast.loader import driver
 from warmcast.loader.driver import check
 
-_NOT_READY = 600
 _DISABLE_TIMING = 2
 
 
-def copier() -> Callable[[int, int, int, int], int]:
-    """``cuMemcpyHtoDAsync``: (to, pinned source, bytes, stream) -> an error, 0 if there is none.
+Copy = Callable[[int, int, int, int], int]
+"""(to, from, bytes, stream) -> an error, 0 if there is none."""
 
-    As bare as this because a thread that streams spends its time here.
+
+def copier(*, pinned: bool) -> Copy:
+    """``cuMemcpyHtoDAsync``, from memory that is ``pinned``, or from other: that has to be read
+    before the call returns, meanwhile others may have the interpreter's lock.
     """
-    function: Callable[[int, int, int, int], int] = driver.prompt().cuMemcpyHtoDAsync_v2
+    library = driver.prompt() if pinned else driver.waiting()
+    function: Copy = library.cuMemcpyHtoDAsync_v2
     return function
 
 
-def copy_rows(to: int, source: int, width: int, pitch: int, rows: int, stream: int) -> None:
-    """Begin to copy ``rows`` pieces of ``width`` bytes, each ``pitch`` after the last, packed."""
+def copy_rows(to: int, source: int, width: int, pitch: int, rows: int, stream: int) -> int:
+    """Begin to copy ``rows`` pieces of ``width`` bytes, each ``pitch`` after the last, packed.
+
+    Returns an error, 0 if there is none.
+    """
     request = driver.Rows(
         src_type=driver.HOST,
         src_host=source,
@@ -40,35 +46,29 @@ def copy_rows(to: int, source: int, width: int, pitch: int, rows: int, stream: i
         width=width,
         height=rows,
     )
-    check(
-        "cuMemcpy2DAsync",
-        driver.prompt().cuMemcpy2DAsync_v2(ctypes.byref(request), stream),
-    )
+    error: int = driver.prompt().cuMemcpy2DAsync_v2(ctypes.byref(request), stream)
+    return error
 
 
 class Mark:
-    """A place in a stream that can be waited for; an event of the current context."""
+    """A place in a stream that can be waited for; an event of the current context.
+
+    ``event``, ``record`` (event, stream) and ``query`` (event) are for those who set and look at it
+    all the time: they return 0, or else an error, which for ``query`` may be that it is not done.
+    """
 
     def __init__(self) -> None:
-        self._event = driver.Handle()
-        created = driver.prompt().cuEventCreate(ctypes.byref(self._event), _DISABLE_TIMING)
+        self.event = driver.Handle()
+        created = driver.prompt().cuEventCreate(ctypes.byref(self.event), _DISABLE_TIMING)
         check("cuEventCreate", created)
-        self._record = driver.prompt().cuEventRecord
-        self._query = driver.prompt().cuEventQuery
-
-    def set(self, stream: int) -> None:
-        """Move the mark behind what was begun on the stream."""
-        if error := self._record(self._event, stream):
-            check("cuEventRecord", error)
+        self.record: Callable[[driver.Handle, int], int] = driver.prompt().cuEventRecord
+        self.query: Callable[[driver.Handle], int] = driver.prompt().cuEventQuery
 
     def wait(self) -> None:
         """Return when what stands before the mark is done."""
-        state = self._query(self._event)
-        if state == _NOT_READY:
-            state = driver.waiting().cuEventSynchronize(self._event)
-        if state:
-            check("cuEventSynchronize", state)
+        if self.query(self.event):
+            check("cuEventSynchronize", driver.waiting().cuEventSynchronize(self.event))
 
     def free(self) -> None:
         """Give the event back."""
-        driver.prompt().cuEventDestroy_v2(self._event)
+        driver.prompt().cuEventDestroy_v2(self.event)

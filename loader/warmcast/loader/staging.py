@@ -10,13 +10,27 @@ from __future__ import annotations
 import contextlib
 import mmap
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
-from warmcast.loader import dma
+from warmcast.loader import dma, driver, pump
+from warmcast.loader.chunks import Piece
 from warmcast.manifests.deadline import Deadline
+
+
+class Source(Protocol):
+    """What pieces are read from; part of an object's reader."""
+
+    @property
+    def cached(self) -> tuple[int, int] | None:
+        """How what is in memory is read without waiting."""
+
+    def read_into(self, offset: int, buffer: memoryview, deadline: Deadline) -> None:
+        """Fill a buffer from an offset."""
+
 
 _LANE = 2
 """Slots of a lane, where there is room: one is read into while the others are copied from."""
@@ -26,7 +40,9 @@ HOST_MEMORY = 2 << 30
 
 
 class Slot:
-    """One buffer, and the copy that was last begun from it."""
+    """One buffer; ``view`` and ``buffer`` are its bytes, ``mark`` stands behind the copy to a GPU
+    that was last begun from it.
+    """
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -36,36 +52,48 @@ class Slot:
         self.buffer = torch.frombuffer(self._memory, dtype=torch.uint8)
         self.view = memoryview(self._memory)
         self.address = self.buffer.data_ptr()
+        self.mark: dma.Mark | None = None
+        self._device: torch.device | None = None
         self._pinned = False
-        self._copied: dma.Mark | None = None
 
-    @property
-    def pinned(self) -> bool:
-        """Whether the slot's pages are locked, so that copies from it go on by themselves."""
-        return self._pinned
+    def attach(self, device: torch.device) -> None:
+        """Be copied from to a GPU, whose context is the current one.
 
-    def pin(self) -> None:
-        """Lock the slot's pages, if the system lets us."""
+        The slot's pages are locked, if the system lets us: copies go on by themselves then.
+        """
         if not self._pinned:
             result = torch.cuda.cudart().cudaHostRegister(self.address, self.nbytes, 0)
             self._pinned = int(result) == 0
+            self._copy = dma.copier(pinned=self._pinned)
+        if device != self._device:
+            if self.mark is not None:
+                self.mark.free()
+            self.mark, self._device = dma.Mark(), device
+
+    def send(self, piece: Piece, stream: int) -> None:
+        """Begin to copy the piece that was read into the slot, on a stream given by its handle."""
+        copy, address, error = self._copy, self.address, 0
+        for to, at, width, pitch, rows in piece.copies:
+            if rows == 1:
+                error = error or copy(to, address + at, width, stream)
+            else:
+                error = error or dma.copy_rows(to, address + at, width, pitch, rows, stream)
+        mark = self.mark
+        if mark is not None:
+            error = mark.record(mark.event, stream) or error
+        if error:
+            driver.check("copy to the GPU", error)
 
     def wait(self) -> None:
         """Return when the last copy from the slot has ended."""
-        if self._copied is not None:
-            self._copied.wait()
-
-    def copying(self, stream: int) -> None:
-        """Copies from the slot have been begun on a stream, given by its handle."""
-        if self._copied is None:
-            self._copied = dma.Mark()
-        self._copied.set(stream)
+        if self.mark is not None:
+            self.mark.wait()
 
     def free(self) -> None:
         """Unpin and unmap; nobody may use the slot any more."""
-        if self._copied is not None:
-            self._copied.wait()
-            self._copied.free()
+        if self.mark is not None:
+            self.mark.wait()
+            self.mark.free()
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self.address)
         del self.buffer
@@ -80,26 +108,78 @@ class Lane:
         self._staging = staging
         self._lanes = lanes
         self._slots: list[Slot] = []
-        self._turn = 0
+        self._nbytes = 0  # of a slot
+        self._missing = 0  # slots that there is room for
+        self._pump: pump.Pump | None = None
+        self._turn = -1  # of the slot that was given last
         self.stream = None
+        self._handle = 0
         if after is not None:
             self.stream = torch.cuda.Stream(after.device)
             self.stream.wait_stream(after)
+            self._handle = self.stream.cuda_stream
+
+    def send(
+        self,
+        pieces: Sequence[Piece],
+        nbytes: int,
+        source: Source,
+        deadline: Deadline,
+        stop: Callable[[], bool],
+    ) -> bool:
+        """Read pieces of at most ``nbytes``, and begin to copy each to its places; whether all."""
+        stream, sent, pump = self._handle, 0, None
+        while sent < len(pieces):
+            if stop():
+                return False
+            cached = source.cached
+            if cached is not None and nbytes == self._nbytes and not self._missing:
+                if pump is None and (pump := self._pumping()) is not None:
+                    pump.load(pieces, sent)
+                if pump is not None:
+                    before = sent
+                    sent, self._turn = pump.send(cached, self._turn)
+                    if sent > before:
+                        deadline.check("reading")
+                        continue
+            piece = pieces[sent]
+            slot = self.next(nbytes, deadline)
+            length = piece.nbytes
+            view = slot.view if length == nbytes else slot.view[:length]
+            source.read_into(piece.begin, view, deadline)
+            slot.send(piece, stream)
+            sent += 1
+            if pump is not None:
+                pump.skip()
+        return True
+
+    def _pumping(self) -> pump.Pump | None:
+        """What sends without the interpreter, by the lane's slots; None where that is not built."""
+        library = pump.library()
+        if self._pump is None and library is not None:
+            marks = [(slot.address, slot.mark) for slot in self._slots]
+            events = [(at, mark.event.value or 0) for at, mark in marks if mark is not None]
+            self._pump = pump.Pump(library, pump.gpu(), self._handle, events)
+        return self._pump
 
     def next(self, nbytes: int, deadline: Deadline) -> Slot:
         """A slot of ``nbytes`` that can be read into. A lane has slots of one length at a time."""
-        if self._slots and self._slots[0].nbytes != nbytes:
+        if nbytes != self._nbytes:
             self.end()
-        if len(self._slots) < self._most(nbytes):
+            self._nbytes, self._missing = nbytes, self._most(nbytes)
+        if self._missing:
             slot = self._staging.take(nbytes, deadline, wait=not self._slots)
             if slot is not None:
+                self._missing -= 1
                 self._slots.append(slot)
                 if self.stream is not None:
-                    slot.pin()
+                    slot.attach(self.stream.device)
                 return slot
-        slot = self._slots[self._turn % len(self._slots)]
-        self._turn += 1
-        slot.wait()
+        self._turn = turn = (self._turn + 1) % len(self._slots)
+        slot = self._slots[turn]
+        mark = slot.mark
+        if mark is not None and mark.query(mark.event):
+            mark.wait()
         return slot
 
     def settle(self) -> None:
@@ -113,6 +193,7 @@ class Lane:
         for slot in self._slots:
             self._staging.give(slot)
         self._slots.clear()
+        self._nbytes, self._turn, self._pump = 0, -1, None
 
     def _most(self, nbytes: int) -> int:
         if self.stream is None:

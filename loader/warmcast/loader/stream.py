@@ -22,41 +22,35 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import replace
 from itertools import islice
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
 
-from warmcast.loader import dma, driver
 from warmcast.loader.ahead import Ahead
-from warmcast.loader.combs import Comb
-from warmcast.loader.containers import flat_bytes, host_view
+from warmcast.loader.chunks import Chunk, Incoming, Piece, chunks_of, joined
+from warmcast.loader.containers import host_view
 from warmcast.loader.cuda_context import current
 from warmcast.loader.plan import Targets
-from warmcast.loader.staging import Lane, Slot, Staging
-from warmcast.manifests.checksum import crc32c_at, to_hex
+from warmcast.loader.staging import Lane, Source, Staging
+from warmcast.manifests.checksum import crc32c, to_hex
 from warmcast.manifests.deadline import Deadline
 from warmcast.manifests.errors import IntegrityError, StoreError, WarmcastError
 from warmcast.manifests.manifest import FileEntry, Manifest
 from warmcast.manifests.stores import ObjectReader
 
-_PIECE = 6 << 20
+_PIECE = 4 << 20
 """Bytes that are copied at once; more, where a store is better asked for more.
 
-With less the threads wait for the interpreter's lock, with more the slots of all of them do not
-stay in the processor's cache.
+With less the link to the GPU is not kept busy, with more the slots of all threads do not stay in
+the processor's cache.
 """
 
 _RUN = 4
 """Chunks that a thread takes at a time, where there are many."""
 
-_PART = 0.75
-"""The part of a chunk's bytes beneath which only what is wanted of it is read."""
-
-_THREADS = 12
+_THREADS = 16
 """Threads at most: what a PCIe link of 55 GB/s takes from the page cache."""
 
 _FEWEST = 8
@@ -75,48 +69,6 @@ class BlobSource(Protocol):
 
     def open_blob(self, sha256: str, deadline: Deadline) -> ObjectReader:
         """Open a blob, to read many ranges of it; the bytes are not checked there."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """What is read of one chunk of a file, and the combs that lie (partly) in it.
-
-    ``crc32c`` is None where that is not all of the chunk.
-    """
-
-    file: FileEntry
-    begin: int
-    length: int
-    crc32c: str | None
-    pieces: Sequence[_Piece]
-
-    @property
-    def combs(self) -> list[Comb]:
-        """The combs alone."""
-        return [piece.comb for piece in self.pieces]
-
-
-@dataclass(slots=True)
-class _Piece:
-    """One tensor's bytes: its number in the plan, where they are and go, and how many are left.
-
-    ``lay_out`` brings what was read aside to its place.
-    """
-
-    number: int
-    path: str
-    comb: Comb
-    left: int
-    lay_out: Callable[[], None] | None
-
-
-@dataclass(slots=True)
-class _Wanted:
-    """The pieces of one chunk, in load order, and the span that they want of it."""
-
-    begin: int
-    end: int
-    pieces: list[_Piece] = field(default_factory=list)
 
 
 def stream(
@@ -138,71 +90,30 @@ def stream(
     Raises :class:`IntegrityError`, :class:`StoreError` or :class:`DeadlineExceeded`; the targets
     are then worth nothing. No thread outlives the call.
     """
-    pieces = [
-        piece
+    incoming = [
+        tensor
         for number in (range(len(targets.tensors)) if order is None else order)
-        if (piece := _piece(targets, number)) is not None
+        if (tensor := Incoming.of(targets, number)) is not None
     ]
-    for piece in pieces:
-        if not piece.left and arrived is not None:
-            arrived(piece.number)
-    if not pieces:
+    for tensor in incoming:
+        if not tensor.left and arrived is not None:
+            arrived(tensor.number)
+    if not incoming:
         return 0
     with _Blobs(origin) as blobs:
         device = targets.tensors[0].device
         streaming = _Streaming(
             blobs, staging, device, deadline, arrived, stop or threading.Event(), careful=careful
         )
-        chunks = _chunks(manifest, pieces, careful=careful)
+        chunks = chunks_of(manifest, incoming, careful=careful)
         if device.type != "cuda" or arrived is not None or careful:
             return streaming.run(chunks)
         ahead = Ahead(targets.tensors)
-        streaming.check_ahead(ahead, sum(piece.left for piece in pieces))
+        streaming.check_ahead(ahead, sum(tensor.left for tensor in incoming))
         try:
             return streaming.run(chunks)
         finally:
             targets.crc32cs.update(ahead.end())
-
-
-def _piece(targets: Targets, number: int) -> _Piece | None:
-    """What is to be read for one placement; None for weights that no file has."""
-    placement, tensor = targets.plan.placements[number], targets.tensors[number]
-    if placement.entry is None:
-        return None
-    target, lay_out = tensor, None
-    if not tensor.is_contiguous():
-        # Read aside on the device, and laid out as it should be when all is there.
-        target = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        lay_out = partial(_copy_over, tensor, target)
-    comb = Comb.of(placement.entry, placement.slice, flat_bytes(target))
-    return _Piece(number, placement.entry.file, comb, target.nbytes, lay_out)
-
-
-def _copy_over(tensor: Tensor, source: Tensor) -> None:
-    tensor.copy_(source)
-
-
-def _chunks(manifest: Manifest, pieces: Sequence[_Piece], *, careful: bool) -> Iterator[_Chunk]:
-    """What to read, in load order: that of the first piece which needs each chunk."""
-    size = manifest.chunk_size
-    wanted: dict[tuple[str, int], _Wanted] = {}
-    for piece in pieces:
-        comb = piece.comb
-        if comb.first == comb.end:
-            continue
-        for number in range(comb.first // size, -(-comb.end // size)):
-            begin, end = max(comb.first, number * size), min(comb.end, (number + 1) * size)
-            span = wanted.setdefault((piece.path, number), _Wanted(begin, end))
-            span.begin, span.end = min(span.begin, begin), max(span.end, end)
-            span.pieces.append(piece)
-    for (path, number), span in wanted.items():
-        file = manifest.file[path]
-        begin = number * size
-        length = min(size, file.size - begin)
-        if careful or span.end - span.begin > _PART * length:
-            yield _Chunk(file, begin, length, file.chunks[number], span.pieces)
-        else:
-            yield _Chunk(file, span.begin, span.end - span.begin, None, span.pieces)
 
 
 class _Blobs:
@@ -273,7 +184,7 @@ class _Streaming:
         """Have what is there checked when most of ``nbytes`` is."""
         self._ahead, self._coming, self._enough = ahead, nbytes, int(_LAST * nbytes)
 
-    def run(self, chunks: Iterator[_Chunk]) -> int:
+    def run(self, chunks: Iterator[Chunk]) -> int:
         """Bring all chunks over; the bytes that were read."""
         count = max(1, min(_threads(), self._staging.nbytes // _PIECE))
         with ThreadPoolExecutor(count, thread_name_prefix="warmcast-stream") as pool:
@@ -288,7 +199,7 @@ class _Streaming:
             raise WarmcastError("the load was given up")
         return read
 
-    def _shared_out(self, chunks: Iterator[_Chunk], threads: int) -> Iterator[Sequence[_Chunk]]:
+    def _shared_out(self, chunks: Iterator[Chunk], threads: int) -> Iterator[Sequence[Chunk]]:
         """What a thread takes at a time: a run of chunks, for a disk is best read in long runs.
 
         Towards the end single ones, and the last in parts where they need not be checked whole:
@@ -296,7 +207,7 @@ class _Streaming:
         somebody waits for the first to arrive.
         """
         run = _RUN if self._arrived is None else 1
-        waiting: deque[_Chunk] = deque()
+        waiting: deque[Chunk] = deque()
         while True:
             waiting.extend(islice(chunks, run * (threads + 1) - len(waiting)))
             if len(waiting) <= run * threads:
@@ -307,7 +218,7 @@ class _Streaming:
         for chunk in waiting:
             yield from ([part] for part in self._parts(chunk))
 
-    def _parts(self, chunk: _Chunk) -> Iterator[_Chunk]:
+    def _parts(self, chunk: Chunk) -> Iterator[Chunk]:
         if not self._checked_later(self._blobs.reader(chunk.file, self._deadline)):
             yield chunk
             return
@@ -316,7 +227,7 @@ class _Streaming:
             length = min(_PIECE, end - begin)
             yield replace(chunk, begin=begin, length=length, crc32c=None)
 
-    def _work(self, runs: Iterator[Sequence[_Chunk]], lanes: int) -> int:
+    def _work(self, runs: Iterator[Sequence[Chunk]], lanes: int) -> int:
         read = 0
         with ExitStack() as stack:
             if self._after is not None:
@@ -325,35 +236,34 @@ class _Streaming:
             if lane.stream is not None:
                 self._streams.append(lane.stream)
             while (run := self._take(runs)) is not None:
-                for chunk in run:
-                    if self._stop.is_set():
+                for part in self._laid_out(run):
+                    if self._stop.is_set() or not self._bring(part, lane):
                         break
-                    self._bring(chunk, lane)
-                    read += chunk.length
-                    self._count(chunk, lane)
+                    read += part.chunk.length
+                    self._count(part.chunk, lane)
         return read
 
-    def _count(self, chunk: _Chunk, lane: Lane) -> None:
+    def _count(self, chunk: Chunk, lane: Lane) -> None:
         """Count what has come of each tensor; one of which all has come is done with."""
         if self._arrived is not None:
             lane.settle()  # what was begun has to have ended before anybody is told of it
-        for piece in chunk.pieces:
-            came = sum(m.rows * m.width for m in piece.comb.moves(chunk.begin, chunk.length))
+        for tensor in chunk.incoming:
+            came = tensor.came(chunk.begin, chunk.length)
             with self._counting:
-                piece.left -= came
-                whole = came > 0 and not piece.left  # a part of a chunk may have nothing of it
-            if whole and piece.lay_out is not None:
-                self._lay_out(piece.lay_out, lane)
+                tensor.left -= came
+                whole = came > 0 and not tensor.left  # a part of a chunk may have nothing of it
+            if whole and tensor.lay_out is not None:
+                self._lay_out(tensor.lay_out, lane)
             if whole and self._arrived is not None:
-                self._arrived(piece.number)
-            if whole and piece.lay_out is None:
-                self._check_if_enough(piece)
+                self._arrived(tensor.number)
+            if whole and tensor.lay_out is None:
+                self._check_if_enough(tensor)
 
-    def _check_if_enough(self, piece: _Piece) -> None:
+    def _check_if_enough(self, tensor: Incoming) -> None:
         """Have the GPU check what is there when little is left: that takes it no time then."""
         with self._counting:
-            self._there.append(piece.number)
-            self._coming -= piece.comb.target.nbytes
+            self._there.append(tensor.number)
+            self._coming -= tensor.comb.target.nbytes
             if self._ahead is None or self._coming > self._enough:
                 return
             ahead, self._ahead = self._ahead, None
@@ -369,25 +279,50 @@ class _Streaming:
         lay_out()
         torch.cuda.synchronize(self._device)
 
-    def _take(self, runs: Iterator[Sequence[_Chunk]]) -> Sequence[_Chunk] | None:
+    def _take(self, runs: Iterator[Sequence[Chunk]]) -> Sequence[Chunk] | None:
         if self._stop.is_set():
             return None
         with self._next:
             return next(runs, None)
 
-    def _bring(self, chunk: _Chunk, lane: Lane) -> None:
-        reader = self._blobs.reader(chunk.file, self._deadline)
+    def _laid_out(self, run: Sequence[Chunk]) -> list[_LaidOut]:
+        """A run of chunks with the pieces of each.
+
+        All of it at once: each read pushes what the interpreter needs out of the processor's
+        cache, and the same work takes several times as long in between.
+        """
+        readers = [self._blobs.reader(chunk.file, self._deadline) for chunk in run]
+        if all(map(self._checked_later, readers)):
+            run = list(joined(run))
+            readers = [self._blobs.reader(chunk.file, self._deadline) for chunk in run]
+        lengths = [max(_PIECE, reader.step) for reader in readers]
+        return [
+            _LaidOut(chunk, reader, nbytes, chunk.pieces(nbytes))
+            for chunk, reader, nbytes in zip(run, readers, lengths, strict=True)
+        ]
+
+    def _bring(self, part: _LaidOut, lane: Lane) -> bool:
+        """Bring what was laid out to its places; False if somebody wants it to end before."""
+        chunk, reader = part.chunk, part.reader
         expected = None if self._checked_later(reader) else chunk.crc32c
         found = ""
         for last in (False, True):
+            checked = _Checked(reader)
+            source = reader if expected is None else checked
             try:
-                found = to_hex(self._copied(chunk, reader, lane, check=expected is not None))
+                if lane.stream is None:
+                    self._fill(part, source, lane)
+                elif not lane.send(
+                    part.pieces, part.nbytes, source, self._deadline, self._stop.is_set
+                ):
+                    return False
             except StoreError:
                 if last:
                     raise
                 continue
+            found = to_hex(checked.crc)
             if expected in (None, found):
-                return
+                return True
         raise IntegrityError(
             f"{chunk.file.path} at byte {chunk.begin} "
             f"(blob {chunk.file.sha256[:12]} of {self._blobs.url})",
@@ -400,62 +335,46 @@ class _Streaming:
         """Whether checking here would cost more than it saves: the GPU checks what it holds."""
         return self._after is not None and reader.local and not self._careful
 
-    def _copied(self, chunk: _Chunk, reader: ObjectReader, lane: Lane, *, check: bool) -> int:
-        """Bring a chunk's bytes to their places; their CRC32C, if it is wanted."""
-        crc = 0
-        size = max(_PIECE, reader.step)
-        for begin in range(chunk.begin, chunk.begin + chunk.length, size):
-            length = min(size, chunk.begin + chunk.length - begin)
-            place = self._place(chunk, begin, length)
-            if place is not None:
-                crc = self._read(reader, begin, host_view(place), place.data_ptr(), crc)
+    def _fill(self, part: _LaidOut, source: Source, lane: Lane) -> None:
+        """Bring a chunk's bytes to their places in host memory."""
+        for begin, nbytes, _ in part.pieces:
+            combs = [tensor.comb for tensor in part.chunk.incoming]
+            places = (comb.solid(begin, nbytes) for comb in combs)
+            place = next((place for place in places if place is not None), None)
+            if place is not None:  # all of the piece belongs there
+                source.read_into(begin, host_view(place), self._deadline)
                 continue
-            slot = lane.next(size, self._deadline)
-            if check:
-                crc = self._read(reader, begin, slot.view[:length], slot.address, crc)
-            else:
-                reader.read_into(begin, slot.view[:length], self._deadline)
-            if lane.stream is not None and slot.pinned:
-                _send(chunk.combs, slot, begin, length, lane.stream.cuda_stream)
-            else:
-                for comb in chunk.combs:
-                    comb.copy(slot.buffer[:length], begin)
-        return crc
-
-    def _place(self, chunk: _Chunk, begin: int, length: int) -> Tensor | None:
-        """Where a piece can be read to at once: host memory that all of it belongs in."""
-        if self._device.type != "cpu":
-            return None
-        places = (comb.solid(begin, length) for comb in chunk.combs)
-        return next((place for place in places if place is not None), None)
-
-    def _read(
-        self, reader: ObjectReader, begin: int, view: memoryview, address: int, crc: int
-    ) -> int:
-        for at in range(0, len(view), reader.step):
-            piece = view[at : at + reader.step]
-            reader.read_into(begin + at, piece, self._deadline)
-            crc = crc32c_at(address + at, len(piece), crc)
-        return crc
+            slot = lane.next(part.nbytes, self._deadline)
+            source.read_into(begin, slot.view[:nbytes], self._deadline)
+            for comb in combs:
+                comb.copy(slot.buffer[:nbytes], begin)
 
 
-def _send(combs: Sequence[Comb], slot: Slot, begin: int, length: int, stream: int) -> None:
-    """Begin to copy what a slot, the file's ``length`` bytes from ``begin``, holds of each comb."""
-    copy, source, end, error = dma.copier(), slot.address, begin + length, 0
-    for comb in combs:
-        if comb.rows == 1:  # a whole tensor: what most of all bytes belong to
-            first, last = max(begin, comb.first), min(end, comb.end)
-            if first < last:
-                to = comb.address + first - comb.first
-                error = error or copy(to, source + first - begin, last - first, stream)
-            continue
-        for at, to, rows, width, pitch in comb.moves(begin, length):
-            if rows == 1:
-                error = error or copy(comb.address + to, source + at, width, stream)
-            else:
-                dma.copy_rows(comb.address + to, source + at, width, pitch, rows, stream)
-    driver.check("cuMemcpyHtoDAsync", error)
-    slot.copying(stream)
+class _LaidOut(NamedTuple):
+    """A chunk, who reads it, and its pieces of ``nbytes`` each."""
+
+    chunk: Chunk
+    reader: ObjectReader
+    nbytes: int
+    pieces: Sequence[Piece]
+
+
+class _Checked:
+    """Reads as a reader does, and takes the CRC32C of all that it reads."""
+
+    cached = None  # all has to be looked at
+
+    def __init__(self, reader: ObjectReader) -> None:
+        self.crc = 0
+        self._reader = reader
+
+    def read_into(self, offset: int, buffer: memoryview, deadline: Deadline) -> None:
+        """Fill ``buffer``, by steps that are still in the processor's cache when they are read."""
+        step = self._reader.step
+        for at in range(0, len(buffer), step):
+            part = buffer[at : at + step]
+            self._reader.read_into(offset + at, part, deadline)
+            self.crc = crc32c(part, self.crc)
 
 
 def _threads() -> int:

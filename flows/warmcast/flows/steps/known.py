@@ -280,6 +280,7 @@ class _Held:
     """Bytes as an ``ObjectReader``."""
 
     local = True
+    cached = None
     step = _SMALL
 
     def __init__(self, data: bytes) -> None:

@@ -87,6 +87,7 @@ class _Reader:
     """A store's reader whose failures are those of a source."""
 
     local = False
+    cached = None
 
     def __init__(self, reader: VersionReader) -> None:
         self.size = reader.size

@@ -154,6 +154,7 @@ class _XetReader:
     """Reads through Xet, and over HTTPS what does not come that way. Safe between threads."""
 
     local = False
+    cached = None
 
     def __init__(self, remote: RemoteReader, xet: Xet, xet_hash: str) -> None:
         self.size = remote.size
@@ -179,6 +180,7 @@ class _SmallReader:
     """A small file, read whole when it is first read, and held to its blob's id in git."""
 
     local = False
+    cached = None
 
     def __init__(self, remote: RemoteReader, where: str, blob: str) -> None:
         self.size = remote.size

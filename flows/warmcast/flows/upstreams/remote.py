@@ -102,6 +102,7 @@ class RemoteReader:
     """An ``ObjectReader`` of a file at a URL. Safe between threads."""
 
     local = False
+    cached = None
     step = 16 << 20
 
     def __init__(

@@ -285,6 +285,7 @@ class _Reader:
 
     step = 1 << 20
     local = True
+    cached = None  # what is to be there has to have come
 
     def __init__(
         self,

@@ -63,6 +63,12 @@ class ObjectReader(Protocol):
     step: int
     local: bool
 
+    @property
+    def cached(self) -> tuple[int, int] | None:
+        """A descriptor and the flags of ``preadv`` by which what is in this machine's memory can be
+        read without waiting; None where there is none, or nothing more to be had so.
+        """
+
     def read_into(self, offset: int, buffer: memoryview, deadline: Deadline) -> None:
         """Fill ``buffer`` with the object's bytes from ``offset``; raises as the store does."""
 

@@ -87,24 +87,34 @@ class FileReader:
         self._flags = getattr(os, "RWF_NOWAIT", 0)
         self._direct = True  # as long as nothing speaks against it
         self._too_large = self.size > _memory_free()
+        # Without the flag this is memory, or a file system that has to be waited for anyhow.
+        self._at_hand = bool(self._flags) or not self._too_large
         self._meeting = threading.Lock()
         self._met = False  # whether something was not in the cache
         self._disk: Disk | None = None
         self._stretches: weakref.WeakSet[_Stretch] = weakref.WeakSet()
+
+    @property
+    def cached(self) -> tuple[int, int] | None:
+        """The descriptor and ``preadv``'s flags, as long as all was in the cache."""
+        return (self._fd, self._flags) if self._at_hand else None
 
     def read_into(self, offset: int, buffer: memoryview, deadline: Deadline) -> None:
         """Fill ``buffer`` with the file's bytes from ``offset``.
 
         Raises :class:`StoreError`, also if the file ends before.
         """
+        nbytes, done = buffer.nbytes, 0
+        if self._at_hand and nbytes <= _PIECE:
+            # So far all was in the cache. Threads that stream come here tens of thousands of times
+            # a second, and go on at the end of this.
+            try:
+                done = os.preadv(self._fd, (buffer,), offset, self._flags)
+            except OSError:  # what is the matter with it is found out below
+                done = 0
+            if done == nbytes:
+                return
         view = buffer.cast("B")
-        done = 0
-        if (self._flags or not self._too_large) and not self._going_on(offset):
-            # Without the flag this is memory, or a file system that has to be waited for anyhow.
-            with contextlib.suppress(OSError):  # what is the matter with it is found out below
-                # Mostly all of it is in the cache. Threads that stream come here tens of thousands
-                # of times a second.
-                done = os.preadv(self._fd, (view[:_PIECE],), offset, self._flags)
         while done < len(view):
             deadline.check(f"reading {self._where}")
             try:
@@ -163,6 +173,7 @@ class FileReader:
                             disk.join(self._fd)
                             self._disk = disk
                     self._met = True
+                    self._at_hand = False
         return self._disk
 
     def _going_on(self, offset: int) -> bool:
@@ -193,6 +204,7 @@ class FileReader:
             if cause.errno not in _NO_NOWAIT:
                 raise
             self._flags = 0  # a file system that always answers at once, or never can
+            self._at_hand = not self._too_large
             return 0
 
     def _past_the_cache(self, piece: memoryview, offset: int) -> int:

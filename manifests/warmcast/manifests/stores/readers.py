@@ -16,6 +16,7 @@ class VersionReader:
     """Reads ranges of the version that an object had when it was opened, or fails."""
 
     local = False
+    cached = None
     step = 16 << 20  # a request costs about a millisecond of the processor's time
 
     def __init__(self, store: ObjectStore, info: ObjectInfo) -> None:
