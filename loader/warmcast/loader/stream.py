@@ -20,7 +20,6 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import islice
@@ -50,7 +49,7 @@ the processor's cache.
 _RUN = 4
 """Chunks that a thread takes at a time, where there are many."""
 
-_THREADS = 16
+_THREADS = 14
 """Threads at most: what a PCIe link of 55 GB/s takes from the page cache."""
 
 _FEWEST = 8
@@ -172,9 +171,12 @@ class _Streaming:
         self._deadline = deadline
         gpu = device.type == "cuda"
         self._after = torch.cuda.current_stream(device) if gpu else None
+        self._beginning = threading.Lock()
         self._next = threading.Lock()
         self._stop = stop
         self._counting = threading.Lock()
+        self._read = 0
+        self._failed: list[BaseException] = []
         self._streams: list[torch.cuda.Stream] = []  # of all threads
         self._ahead: Ahead | None = None
         self._there: list[int] = []
@@ -187,17 +189,28 @@ class _Streaming:
     def run(self, chunks: Iterator[Chunk]) -> int:
         """Bring all chunks over; the bytes that were read."""
         count = max(1, min(_threads(), self._staging.nbytes // _PIECE))
-        with ThreadPoolExecutor(count, thread_name_prefix="warmcast-stream") as pool:
-            runs = self._shared_out(chunks, count)
-            futures = [pool.submit(self._work, runs, count) for _ in range(count)]
-            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-            stopped = self._stop.is_set()
+        runs = self._shared_out(chunks, count)
+        threads = [
+            threading.Thread(target=self._work, args=(runs, count), name=f"warmcast-stream-{n}")
+            for n in range(count)
+        ]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        except BaseException:  # no thread, or somebody has had enough
             self._stop.set()
-            failed = [future for future in done if future.exception() is not None]
-        read = sum(future.result() for future in failed or futures)
-        if stopped:
+            raise
+        finally:
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join()
+        if self._failed:
+            raise self._failed[0]
+        if self._stop.is_set():
             raise WarmcastError("the load was given up")
-        return read
+        return self._read
 
     def _shared_out(self, chunks: Iterator[Chunk], threads: int) -> Iterator[Sequence[Chunk]]:
         """What a thread takes at a time: a run of chunks, for a disk is best read in long runs.
@@ -227,21 +240,33 @@ class _Streaming:
             length = min(_PIECE, end - begin)
             yield replace(chunk, begin=begin, length=length, crc32c=None)
 
-    def _work(self, runs: Iterator[Sequence[Chunk]], lanes: int) -> int:
-        read = 0
-        with ExitStack() as stack:
-            if self._after is not None:
-                stack.enter_context(current(self._device))
-            lane = stack.enter_context(self._staging.lane(lanes, self._after))
-            if lane.stream is not None:
-                self._streams.append(lane.stream)
-            while (run := self._take(runs)) is not None:
-                for part in self._laid_out(run):
-                    if self._stop.is_set() or not self._bring(part, lane):
-                        break
-                    read += part.chunk.length
-                    self._count(part.chunk, lane)
-        return read
+    def _work(self, runs: Iterator[Sequence[Chunk]], lanes: int) -> None:
+        """What a thread does; the first error is everybody's."""
+        try:
+            with ExitStack() as stack:
+                with self._beginning:
+                    # One after another: if all began at once, none would be reading before the
+                    # last is ready to.
+                    if self._after is not None:
+                        stack.enter_context(current(self._device))
+                    lane = stack.enter_context(self._staging.lane(lanes, self._after))
+                    if lane.stream is not None:
+                        self._streams.append(lane.stream)
+                    parts = self._take(runs)
+                while parts:
+                    self._bring_all(parts, lane)
+                    parts = self._take(runs)
+        except BaseException as cause:  # noqa: BLE001 - raised in the thread that waits
+            self._failed.append(cause)
+            self._stop.set()
+
+    def _bring_all(self, parts: Sequence[_LaidOut], lane: Lane) -> None:
+        for part in parts:
+            if self._stop.is_set() or not self._bring(part, lane):
+                return
+            with self._counting:
+                self._read += part.chunk.length
+            self._count(part.chunk, lane)
 
     def _count(self, chunk: Chunk, lane: Lane) -> None:
         """Count what has come of each tensor; one of which all has come is done with."""
@@ -279,13 +304,15 @@ class _Streaming:
         lay_out()
         torch.cuda.synchronize(self._device)
 
-    def _take(self, runs: Iterator[Sequence[Chunk]]) -> Sequence[Chunk] | None:
+    def _take(self, runs: Iterator[Sequence[Chunk]]) -> Sequence[_LaidOut]:
+        """What a thread is to do next; nothing, if that was all."""
         if self._stop.is_set():
-            return None
+            return ()
         with self._next:
-            return next(runs, None)
+            run = next(runs, ())
+        return self._laid_out(run)
 
-    def _laid_out(self, run: Sequence[Chunk]) -> list[_LaidOut]:
+    def _laid_out(self, run: Sequence[Chunk]) -> Sequence[_LaidOut]:
         """A run of chunks with the pieces of each.
 
         All of it at once: each read pushes what the interpreter needs out of the processor's
