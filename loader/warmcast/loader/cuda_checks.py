@@ -229,6 +229,7 @@ def _compile(device: torch.device) -> _Kernels:
         shared = 4096 * copies
         segments.allow_shared(shared)
         processors = torch.cuda.get_device_properties(device).multi_processor_count
+        constants = torch.tensor(_constants(), dtype=torch.int64).to(torch.int32)
         kernels = _Kernels(
             listing,
             segments,
@@ -237,20 +238,23 @@ def _compile(device: torch.device) -> _Kernels:
             shared,
             # One is left for the samples, which would have to wait for the others to be free.
             max(1, processors - 1),
-            torch.tensor(_constants(), dtype=torch.int64).to(torch.int32).to(device),
+            constants.to(device),
         )
-        _try(kernels)
+        _try(kernels, constants)
         return kernels
 
 
-def _try(kernels: _Kernels) -> None:
-    """Raise unless the kernels find what the CPU finds: no load trusts them untried."""
-    constants = kernels.constants.view(torch.uint8)
-    data = constants.repeat(_SEGMENT // len(constants) + 1)  # of two segments
-    pieces = [data, data[3:-7]]
-    found = _start(kernels, pieces)()
-    for piece, crc in zip(pieces, found, strict=True):
-        expected = crc32c(host_view(piece.cpu()))
+def _try(kernels: _Kernels, numbers: Tensor) -> None:
+    """Raise unless the kernels find what the CPU finds: no load trusts them untried.
+
+    None of torch's kernels is used, which it would have to load first.
+    """
+    begin = numbers.view(torch.uint8)
+    data = begin.repeat(_SEGMENT // len(begin) + 1)  # of two segments
+    there = data.to(kernels.constants.device)
+    found = _start(kernels, [there, there[3:-7]])()
+    for piece, crc in zip((data, data[3:-7]), found, strict=True):
+        expected = crc32c(host_view(piece))
         if crc != expected:
             raise RuntimeError(f"expected CRC32C {expected:08x}, found {crc:08x}")
 

@@ -104,7 +104,7 @@ class Slot:
 class Lane:
     """The slots of one thread, and the stream on which it copies; None without a GPU."""
 
-    def __init__(self, staging: Staging, lanes: int, after: torch.cuda.Stream | None) -> None:
+    def __init__(self, staging: Staging, lanes: int, after: torch.cuda.Event | None) -> None:
         self._staging = staging
         self._lanes = lanes
         self._slots: list[Slot] = []
@@ -115,8 +115,8 @@ class Lane:
         self.stream = None
         self._handle = 0
         if after is not None:
-            self.stream = torch.cuda.Stream(after.device)
-            self.stream.wait_stream(after)
+            self.stream = torch.cuda.Stream()
+            self.stream.wait_event(after)
             self._handle = self.stream.cuda_stream
 
     def send(
@@ -211,11 +211,11 @@ class Staging:
         self._free: list[Slot] = []
 
     @contextmanager
-    def lane(self, lanes: int, after: torch.cuda.Stream | None) -> Iterator[Lane]:
+    def lane(self, lanes: int, after: torch.cuda.Event | None) -> Iterator[Lane]:
         """A lane for one thread of ``lanes``.
 
-        Copies to a GPU follow on what has been begun ``after``, which may still use the memory
-        they go to; None where nothing goes to a GPU.
+        Copies go to the current GPU, ``after`` what may still use the memory that they go to; None
+        where nothing goes to a GPU.
         """
         lane = Lane(self, lanes, after)
         try:

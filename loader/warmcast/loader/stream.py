@@ -20,7 +20,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple, Protocol
@@ -171,7 +171,6 @@ class _Streaming:
         self._deadline = deadline
         gpu = device.type == "cuda"
         self._after = torch.cuda.current_stream(device) if gpu else None
-        self._beginning = threading.Lock()
         self._next = threading.Lock()
         self._stop = stop
         self._counting = threading.Lock()
@@ -190,22 +189,38 @@ class _Streaming:
         """Bring all chunks over; the bytes that were read."""
         count = max(1, min(_threads(), self._staging.nbytes // _PIECE))
         runs = self._shared_out(chunks, count)
-        threads = [
-            threading.Thread(target=self._work, args=(runs, count), name=f"warmcast-stream-{n}")
-            for n in range(count)
-        ]
-        try:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        except BaseException:  # no thread, or somebody has had enough
-            self._stop.set()
-            raise
-        finally:
-            for thread in threads:
-                if thread.ident is not None:
+        threads: list[threading.Thread] = []
+        with ExitStack() as stack:
+            after = None
+            if self._after is not None:
+                stack.enter_context(current(self._device))
+                after = self._after.record_event()
+            try:
+                # Each has all that it needs when it begins, and need not wait until the others,
+                # who would all have to have the interpreter for that, have it, too.
+                for number in range(count):
+                    lane = stack.enter_context(self._staging.lane(count, after))
+                    if not (parts := self._take(runs)):
+                        break
+                    if lane.stream is not None:
+                        self._streams.append(lane.stream)
+                    threads.append(
+                        threading.Thread(
+                            target=self._work,
+                            args=(parts, runs, lane),
+                            name=f"warmcast-stream-{number}",
+                        )
+                    )
+                    threads[-1].start()
+                for thread in threads:
                     thread.join()
+            except BaseException:
+                self._stop.set()
+                raise
+            finally:
+                for thread in threads:
+                    if thread.ident is not None:  # it could be started
+                        thread.join()
         if self._failed:
             raise self._failed[0]
         if self._stop.is_set():
@@ -240,23 +255,14 @@ class _Streaming:
             length = min(_PIECE, end - begin)
             yield replace(chunk, begin=begin, length=length, crc32c=None)
 
-    def _work(self, runs: Iterator[Sequence[Chunk]], lanes: int) -> None:
+    def _work(self, parts: Sequence[_LaidOut], runs: Iterator[Sequence[Chunk]], lane: Lane) -> None:
         """What a thread does; the first error is everybody's."""
         try:
-            with ExitStack() as stack:
-                with self._beginning:
-                    # One after another: if all began at once, none would be reading before the
-                    # last is ready to.
-                    if self._after is not None:
-                        stack.enter_context(current(self._device))
-                    lane = stack.enter_context(self._staging.lane(lanes, self._after))
-                    if lane.stream is not None:
-                        self._streams.append(lane.stream)
-                    parts = self._take(runs)
+            with nullcontext() if self._after is None else current(self._device):
                 while parts:
                     self._bring_all(parts, lane)
                     parts = self._take(runs)
-        except BaseException as cause:  # noqa: BLE001 - raised in the thread that waits
+        except BaseException as cause:  # noqa: BLE001  (raised in the thread that waits)
             self._failed.append(cause)
             self._stop.set()
 
