@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from warmcast.loader import WeightVerificationError, cuda_checks
+from warmcast.loader import WeightVerificationError, cuda_checks, cuda_kernels, kernel_cache
 from warmcast.loader.verify import measure, verify
 from warmcast.manifests.checksum import to_hex
 from warmcast.manifests.command import GROUP, main
@@ -189,3 +189,28 @@ def test_the_benchmark_of_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert bench("--gb", "0.01", "--json", str(tmp_path / "x.json")) == 1
     assert "CRC32C of tensor 99 of 100: expected" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_kernels_are_kept_for_the_next_process(tmp_path, monkeypatch):
+    """And compiled anew where what was kept is damaged, or none for this driver."""
+    monkeypatch.setenv("WARMCAST_KERNELS", str(tmp_path))
+    device = torch.device("cuda", 0)
+    times = []
+    compiler = cuda_kernels._cubin
+    monkeypatch.setattr(
+        cuda_kernels, "_cubin", lambda *given: times.append(given) or compiler(*given)
+    )
+    for expected in (1, 1):
+        cuda_checks._compile(device)  # which tries what it has
+        assert len(times) == expected
+    [file] = tmp_path.iterdir()
+    source, options = times[0]
+    image = kernel_cache.kept(source, *options, torch.version.cuda)
+    file.write_bytes(file.read_bytes()[:-1])
+    cuda_checks._compile(device)
+    assert len(times) == 2
+    assert kernel_cache.kept(source, *options, torch.version.cuda) == image
+    kernel_cache.keep(b"none of this driver's", source, *options, torch.version.cuda)
+    cuda_checks._compile(device)
+    assert len(times) == 3
+    assert kernel_cache.kept(source, *options, torch.version.cuda) == image

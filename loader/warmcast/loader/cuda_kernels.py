@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from warmcast.loader import driver
+from warmcast.loader import driver, kernel_cache
 from warmcast.manifests.errors import WarmcastError
 
 _SHARED_MOST = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
@@ -62,15 +62,20 @@ def compiled(
     """The kernels of these names, which the source declares ``extern "C"``.
 
     The device's context is the current one. Raises :class:`WarmcastError` with the compiler's log.
-    They stay for the life of the process.
+    They stay for the life of the process, and on disk for the next (see :mod:`kernel_cache`).
     """
     major, minor = torch.cuda.get_device_capability(device)
     options = [f"--gpu-architecture=sm_{major}{minor}", "--std=c++17"]
     options += [f"-D{name}={value}" for name, value in (macros or {}).items()]
-    image = _cubin(source, options)
+    about = (source, *options, torch.version.cuda or "")
     cuda = driver.waiting()  # a module's loading may wait for the GPU
     module = driver.Handle()
-    driver.check("cuModuleLoadData", cuda.cuModuleLoadData(ctypes.byref(module), image))
+    image = kernel_cache.kept(*about)
+    # One that another driver left may be none for this.
+    if image is None or cuda.cuModuleLoadData(ctypes.byref(module), image):
+        image = _cubin(source, options)
+        driver.check("cuModuleLoadData", cuda.cuModuleLoadData(ctypes.byref(module), image))
+        kernel_cache.keep(image, *about)
     kernels = []
     for name in names:
         function = driver.Handle()

@@ -9,6 +9,7 @@ WARMCAST_DEADLINE      seconds that a load may take; 600 unless set
 WARMCAST_HOST_MEMORY   bytes of host memory for bytes on their way; 2147483648 unless set
 WARMCAST_HOST          the address by which peers reach this worker; found out unless set
 WARMCAST_TRANSPORTS    the transports to be used (``ipc,nccl,gloo``); all that work, unless set
+WARMCAST_KERNELS       where compiled kernels are kept for the next process (see ``kernel_cache``)
 WARMCAST_NCCL_MAX_CTAS thread blocks that a transfer by nccl may take, 1 to 64; NCCL's choice
 """
 

@@ -128,17 +128,17 @@ class Lane:
         stop: Callable[[], bool],
     ) -> bool:
         """Read pieces of at most ``nbytes``, and begin to copy each to its places; whether all."""
-        stream, sent, pump = self._handle, 0, None
+        stream, sent, sender = self._handle, 0, None
         while sent < len(pieces):
             if stop():
                 return False
             cached = source.cached
             if cached is not None and nbytes == self._nbytes and not self._missing:
-                if pump is None and (pump := self._pumping()) is not None:
-                    pump.load(pieces, sent)
-                if pump is not None:
+                if sender is None and (sender := self._pumping()) is not None:
+                    sender.load(pieces, sent)
+                if sender is not None:
                     before = sent
-                    sent, self._turn = pump.send(cached, self._turn)
+                    sent, self._turn = sender.send(cached, self._turn)
                     if sent > before:
                         deadline.check("reading")
                         continue
@@ -149,8 +149,8 @@ class Lane:
             source.read_into(piece.begin, view, deadline)
             slot.send(piece, stream)
             sent += 1
-            if pump is not None:
-                pump.skip()
+            if sender is not None:
+                sender.skip()
         return True
 
     def _pumping(self) -> pump.Pump | None:
