@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.loader.node.fleet import Fleet, Valve, load, publish, told
+from tests.loader.node.fleet import PROMPT, Fleet, Valve, load, publish, read, told
 from warmcast.loader import Loader
 from warmcast.loader.node import client
+from warmcast.loader.routes.node import Arrivals
+from warmcast.manifests.deadline import Deadline
 
 
 def test_the_report_tells_where_the_chunks_came_from(shared: Fleet):
@@ -47,6 +51,32 @@ def test_the_environment_names_the_agent(shared: Fleet, monkeypatch: pytest.Monk
     finally:
         loader.close()
     model.assert_in(bag)
+
+
+def test_a_file_that_has_come_as_a_whole_can_be_read_as_any(shared: Fleet):
+    """And none that has not."""
+    model = publish(shared.origin, 98)
+    a, _ = shared.agents
+    read(a, shared.store, model)
+    deadline = Deadline.after(PROMPT)
+    with Arrivals(
+        a.client, None, shared.store, model.manifest, [model.file.path], deadline
+    ) as blobs:
+        reader = blobs.open_blob(model.file.sha256, deadline)
+        [number] = blobs._there
+        chunks = len(model.file.chunks)
+        assert chunks > 2
+        assert all(blobs.comes(number, chunk, deadline) for chunk in range(chunks))
+        assert reader.cached is not None
+        fd, _ = reader.cached
+        data = bytearray(model.file.size)
+        assert os.preadv(fd, [data], 0) == len(data)
+        assert hashlib.sha256(data).hexdigest() == model.file.sha256
+        for missing in (0, 1, chunks - 1):
+            blobs._there[number][missing] = 0
+            assert reader.cached is None
+            blobs._there[number][missing] = 1
+        reader.close()
 
 
 @pytest.mark.parametrize("end", ["kill", "stop"])

@@ -217,6 +217,10 @@ class Arrivals:
             self._wait(lambda: bool(there[chunk]), deadline)
         return bool(there[chunk])
 
+    def whole(self, number: int) -> bool:
+        """Whether all of a file has come."""
+        return 0 not in self._there[number]
+
     def past_the_agent(
         self, number: int, chunk: int, begin: int, view: memoryview, deadline: Deadline
     ) -> bool:
@@ -285,7 +289,6 @@ class _Reader:
 
     step = 1 << 20
     local = True
-    cached = None  # what is to be there has to have come
 
     def __init__(
         self,
@@ -310,6 +313,13 @@ class _Reader:
             )
         self._opening = threading.Lock()
         self._other: ObjectReader | None = None
+
+    @property
+    def cached(self) -> tuple[int, int] | None:
+        """As the file's own reader says, when all of the file has come."""
+        if self._file is None or not self._arrivals.whole(self._number):
+            return None
+        return self._file.cached
 
     def read_into(self, offset: int, buffer: memoryview, deadline: Deadline) -> None:
         """Fill ``buffer`` with the blob's bytes from ``offset``, which lie in one chunk or more."""
