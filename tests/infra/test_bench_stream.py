@@ -67,8 +67,8 @@ def test_what_was_measured_is_told_when_the_rest_is_not(
     def end(*_):
         raise cause
 
-    def tiny(device, _, deadline, *, where):
-        return run(device, 0.001, deadline, where=where, scale=2048)
+    def tiny(device, _, deadline, **given):
+        return run(device, 0.001, deadline, scale=2048, **given)
 
     run = stream.run
     monkeypatch.setattr(stream, "_progressive", end)
@@ -83,6 +83,34 @@ def test_what_was_measured_is_told_when_the_rest_is_not(
     result = json.loads(file.read_text())
     assert result["unfinished"] == told
     assert "warmcast" in {case["loader"] for case in result["cases"]}
+
+
+def test_the_file_has_what_was_measured_so_far(tmp_path, monkeypatch):
+    """Its owner may be killed, or ended twice."""
+    seen = []
+
+    def tiny(device, _, deadline, **given):
+        return run(device, 0.001, deadline, scale=2048, **given)
+
+    def case(name, where, *given):
+        if file.exists():
+            found = json.loads(file.read_text())
+            assert found["unfinished"] == stream.MEASURING
+            seen.append([case["where"] for case in found["cases"]])
+        return measure(name, where, *given)
+
+    run, measure = stream.run, stream._case
+    file = tmp_path / "x.json"
+    monkeypatch.setattr(stream, "run", tiny)
+    monkeypatch.setattr(stream, "_case", case)
+    arguments = ["--where", "tmpfs,warm,cold", "--loaders", "warmcast", "--device", "cpu"]
+    with pytest.raises(SystemExit, match="0"):
+        main(["bench", "stream", *arguments, "--json", str(file)], [BENCH])
+    assert seen == [["tmpfs"], ["tmpfs", "warm"]]
+    found = json.loads(file.read_text())
+    assert {case["loader"] for case in found["cases"]} == {"warmcast"}
+    assert found["unfinished"] is None
+    assert found["progressive"]["checked"]
 
 
 def test_what_ends_it_before_there_is_a_figure(monkeypatch):
@@ -179,6 +207,7 @@ def test_the_checkpoint_is_a_deployment(tmp_path):
         (("--deadline", "0"), "--deadline"),
         (("--device", "tpu"), "--device"),
         (("--where", "warm,tape"), "--where"),
+        (("--loaders", "warmcast,floppy"), "--loaders"),
         (("--json", "/no/such/folder/x.json"), "no folder"),
         (("--device", "cpu", "--gb", "10000000"), "free"),
     ],

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -103,6 +104,9 @@ def stream(
     where: Annotated[
         str, typer.Option(help="Places to load from, one after another.")
     ] = "tmpfs,warm,cold,http",
+    loaders: Annotated[
+        str | None, typer.Option(help="Loaders to measure; all that are installed.")
+    ] = None,
     deadline: Annotated[
         float, typer.Option(help="Seconds after which the benchmark gives up.")
     ] = DEADLINE,
@@ -118,14 +122,28 @@ def stream(
     from warmcast.flows.cli import ended_by_sigterm
     from warmcast.infra.bench import record
     from warmcast.infra.bench.stream import INTERRUPTED, PLACES, run
+    from warmcast.infra.bench.stream.child import LOADERS, reads_from
     from warmcast.infra.bench.verify import pick_device
 
     places = [name.strip() for name in where.split(",")]
     if not set(places) <= set(PLACES):
         raise UsageError("--where", expected=f"names of {', '.join(PLACES)}", found=repr(where))
+    installed = [name for name in LOADERS if reads_from(name)]
+    names = installed if loaders is None else [name.strip() for name in loaders.split(",")]
+    if not set(names) <= set(installed):
+        expected = f"names of {', '.join(installed)}"
+        raise UsageError("--loaders", expected=expected, found=repr(loaders))
     record.check_destination(json_file)
+
+    def so_far(found: Mapping[str, Any]) -> None:
+        if json_file is not None:
+            record.write(found, json_file)
+
+    limit = Deadline.after(deadline)
     with ended_by_sigterm():
-        result = run(pick_device(device), gigabytes, Deadline.after(deadline), where=places)
+        result = run(
+            pick_device(device), gigabytes, limit, where=places, loaders=names, so_far=so_far
+        )
     result.print()
     if json_file is not None:
         record.write(result.record(), json_file)

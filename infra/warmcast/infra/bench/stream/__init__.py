@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -33,6 +33,7 @@ from warmcast.manifests.errors import DeadlineExceeded, UsageError, one_line
 
 GB = 1e9
 INTERRUPTED = "interrupted"
+MEASURING = "still measuring"
 PLACES = ("tmpfs", "warm", "cold", "http")
 _LIMITS = {"cold": "disk_read_GBps", "http": "http_read_GBps"}
 """What binds a load from a place, where it is not the link to the GPU."""
@@ -172,17 +173,26 @@ def run(
     deadline: Deadline,
     *,
     where: Sequence[str] = PLACES,
+    loaders: Collection[str] = tuple(LOADERS),
     scale: int = 1,
+    so_far: Callable[[Mapping[str, Any]], None] = lambda _: None,
 ) -> Result:
-    """Measure loads to ``device``, from some of :data:`PLACES`.
+    """Measure loads to ``device`` from some of :data:`PLACES`, by some of those installed.
 
-    What was measured when the time is up, or somebody interrupts, is told all the same. Raises
-    :class:`UsageError` where there is no room, and what ended it before there was a figure.
+    ``so_far`` is given the record after each load: this process may be killed. What was measured
+    when the time is up, or somebody interrupts, is told all the same. Raises :class:`UsageError`
+    where there is no room, and what ended it before there was a figure.
     """
     wanted = gigabytes if gigabytes is not None else (12.0 if device.type == "cuda" else 1.8)
     result = Result(str(device), {}, {})
+
+    def measured(case: Case) -> None:
+        result.cases.append(case)
+        so_far({**result.record(), "unfinished": MEASURING})
+
+    names = [name for name in LOADERS if name in loaders]
     try:
-        _measure(result, device, int(wanted * GB), deadline, where, scale)
+        _measure(result, measured, device, int(wanted * GB), deadline, where, names, scale)
     except (DeadlineExceeded, KeyboardInterrupt) as cause:
         if not result.cases:
             raise
@@ -192,13 +202,15 @@ def run(
 
 def _measure(
     result: Result,
+    measured: Callable[[Case], None],
     device: torch.device,
     nbytes: int,
     deadline: Deadline,
     where: Sequence[str],
+    loaders: Sequence[str],
     scale: int,
 ) -> None:
-    """Measure into ``result``."""
+    """Measure into ``result``; loads are told one by one."""
     shape = shapes(nbytes, scale=scale)[0]
     if device.type == "cuda":
         result.limits["pinned_copy_GBps"] = round(limits.pinned_copy(device) / GB, 2)
@@ -212,10 +224,10 @@ def _measure(
                 source = _source(stack, place, checkpoint, shape, result, disk, deadline)
                 if source is None:
                     continue
-                for name in LOADERS:
+                for name in loaders:
                     if place in reads_from(name):
-                        case = _case(name, place, source, shape, result, disk.part(), deadline)
-                        result.cases.append(case)
+                        part = disk.part()
+                        measured(_case(name, place, source, shape, result, part, deadline))
     result.progressive = _progressive(device, nbytes, scale, deadline)
 
 
