@@ -70,10 +70,21 @@ def test_a_folder_that_others_may_write_to_is_not_used(folder: Path, mode: int) 
     assert kept("another") is None
 
 
-def test_nor_is_another_users(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("owner", "trusted"), [(0, True), (7, True), (8, False)])
+def test_only_this_users_or_roots_is(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, owner: int, trusted: bool
+) -> None:
     keep(IMAGE, "source")
-    monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
-    assert kept("source") is None
+    stat = Path.stat
+
+    def owned(path: Path, **given: bool) -> os.stat_result:
+        fields = list(stat(path, **given))
+        fields[4] = owner
+        return os.stat_result(fields)
+
+    monkeypatch.setattr(os, "geteuid", lambda: 7)
+    monkeypatch.setattr(Path, "stat", owned)
+    assert kept("source") == (IMAGE if trusted else None)
 
 
 def test_nothing_is_kept_where_that_is_not_wanted(
