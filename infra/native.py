@@ -22,22 +22,29 @@ SOURCE = ROOT / "loader/warmcast/loader/pump.c"
 LIBRARY = SOURCE.with_name("_pump.so")
 
 
+def compiler() -> list[str]:
+    """The command that compiles C here."""
+    return shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
+
+
 def build() -> str | None:
     """Build the library; why that could not be done, None if it was."""
-    compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")[0]
-    new = LIBRARY.with_suffix(".new")  # who has the old one loaded goes on with it
-    command = [compiler, "-O2", "-std=c11", "-Wall", "-Wextra", "-shared", "-fPIC"]
+    LIBRARY.unlink(missing_ok=True)  # who has it loaded goes on with it
+    command = compiler()
+    options = ["-O2", "-std=c11", "-Wall", "-Wextra", "-shared", "-fPIC"]
+    new = LIBRARY.with_suffix(".new")  # whole or not at all
     try:
         made = subprocess.run(
-            [*command, "-o", str(new), str(SOURCE)],
+            [*command, *options, "-o", str(new), str(SOURCE)],
             check=False, capture_output=True, text=True, timeout=60,
         )  # fmt: skip
+        if made.returncode:
+            return f"{command[0]}: {made.stderr.strip() or f'exit {made.returncode}'}"
+        new.replace(LIBRARY)
     except (OSError, subprocess.TimeoutExpired) as cause:
-        return f"{compiler}: {cause}"
-    if made.returncode:
+        return f"{command[0]}: {cause}"
+    finally:
         new.unlink(missing_ok=True)
-        return f"{compiler}: {made.stderr.strip()}"
-    new.replace(LIBRARY)
     return None
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+import shutil
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,7 +73,9 @@ class HostGpu:
 @pytest.fixture(scope="module")
 def library():
     found = pump.library()
-    assert found is not None, "not built: is there a C compiler? python infra/native.py"
+    if found is None and shutil.which(sysconfig.get_config_var("CC") or "cc") is None:
+        pytest.skip("no C compiler")
+    assert found is not None, "not built, or for another version: run python infra/native.py"
     return found
 
 
@@ -250,9 +254,8 @@ class Sender:
 
 
 @pytest.mark.parametrize("built", [True, False])
-def test_a_lane_sends_the_same_with_and_without_it(built, gpu, tmp_path, monkeypatch):
-    if not built:
-        monkeypatch.setattr(pump, "library", lambda: None)
+def test_a_lane_sends_the_same_with_and_without_it(built, library, gpu, tmp_path, monkeypatch):
+    monkeypatch.setattr(pump, "library", lambda: library if built else None)
     fd, data = written(tmp_path, 9 * SLOT + 1)
     os.close(fd)
     target = torch.zeros(len(data), dtype=torch.uint8)
@@ -278,7 +281,7 @@ def test_what_is_cut_off_while_it_is_sent_is_an_error(gpu, tmp_path, monkeypatch
     sender.close()
 
 
-def test_a_lane_stops_when_it_is_told_to_or_late(gpu, tmp_path, monkeypatch):
+def test_a_lane_stops_when_it_is_told_to_or_late(library, gpu, tmp_path, monkeypatch):
     fd, data = written(tmp_path, 9 * SLOT)
     os.close(fd)
     target = torch.zeros(len(data), dtype=torch.uint8)
