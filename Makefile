@@ -26,7 +26,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(STAMP)
-	@! command -v $(CC) || $(CC) -std=c11 -Wall -Wextra -Wpedantic -Werror -fsyntax-only loader/warmcast/loader/pump.c
+	@! command -v $(CC) >/dev/null || $(CC) -std=c11 -Wall -Wextra -Wpedantic -Werror -fsyntax-only loader/warmcast/loader/pump.c
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

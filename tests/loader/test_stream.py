@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
 import math
 import os
 import threading
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from tests.loader.models import Bag, bits, resident
 from tests.manifests.builders import CREATED_AT, file_entry, safetensors_file, tensor_entries
 from warmcast.flows.steps.layouts import layout_for
 from warmcast.loader import stream as streaming
+from warmcast.loader.chunks import Incoming, chunks_of, joined
 from warmcast.loader.containers import collect
 from warmcast.loader.dtypes import torch_dtype
 from warmcast.loader.plan import Targets, make_plan
@@ -110,9 +113,41 @@ def test_every_cut_is_what_narrow_gives(origin, cut, chunk, before, arena, turne
         plan = make_plan(collect(model), manifest, mesh=mesh, rank=rank)
         targets = Targets.allocate(plan, torch.device("cpu"), arena=arena)
         stream(origin, manifest, targets, Staging(16 << 20), NEVER)
-        found = targets.tensors[[p.truth.name for p in plan.placements].index("cut")]
+        cut_at = [p.truth.name for p in plan.placements].index("cut")
+        found = targets.tensors[cut_at]
         assert bits(found) == bits(expected)
         assert found.stride() == container.stride() or found.numel() < 2
+        # As to a GPU: by copies of what is read piece by piece, each chunk alone or several as one.
+        for join in (iter, joined):
+            targets = Targets.allocate(plan, torch.device("cpu"), arena=arena)
+            copied(manifest, targets, origin, join, seed % 5000 + 1)
+            assert bits(targets.tensors[cut_at]) == bits(expected)
+
+
+def copied(manifest: Manifest, targets: Targets, origin: Origin, join, nbytes: int) -> None:
+    """Do what a lane does with the pieces of a manifest's file, in host memory."""
+    data = bytearray(manifest.files[0].size)
+    origin.read_blob(manifest.files[0].sha256, 0, memoryview(data), NEVER)
+    tensors = [Incoming.of(targets, number) for number in range(len(targets.tensors))]
+    incoming = [tensor for tensor in tensors if tensor is not None]
+    chunks = list(join(chunks_of(manifest, incoming, careful=False)))
+    assert all(before.begin + before.length <= after.begin for before, after in pairwise(chunks))
+    for chunk in chunks:
+        pieces = chunk.pieces(nbytes)
+        assert sum(piece.nbytes for piece in pieces) == chunk.length
+        for begin, length, copies in pieces:
+            slot = ctypes.create_string_buffer(bytes(data[begin : begin + length]), length)
+            for to, at, width, pitch, rows in copies:
+                assert at + (rows - 1) * pitch + width <= length
+                for row in range(rows):
+                    source = ctypes.addressof(slot) + at + row * pitch
+                    ctypes.memmove(to + row * width, source, width)
+        for tensor in chunk.incoming:
+            tensor.left -= tensor.came(chunk.begin, chunk.length)
+    for tensor in incoming:
+        assert tensor.left == 0
+        if tensor.lay_out is not None:
+            tensor.lay_out()
 
 
 def test_each_tensor_arrives_once(origin, monkeypatch):

@@ -370,8 +370,8 @@ class _Streaming:
 
     def _fill(self, part: _LaidOut, source: Source, lane: Lane) -> None:
         """Bring a chunk's bytes to their places in host memory."""
+        combs = [tensor.comb for tensor in part.chunk.incoming]
         for begin, nbytes, _ in part.pieces:
-            combs = [tensor.comb for tensor in part.chunk.incoming]
             places = (comb.solid(begin, nbytes) for comb in combs)
             place = next((place for place in places if place is not None), None)
             if place is not None:  # all of the piece belongs there
