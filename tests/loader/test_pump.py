@@ -7,7 +7,9 @@ import os
 import random
 import shutil
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -244,8 +246,10 @@ class Sender:
         monkeypatch.setattr(staging.Slot, "attach", attach)
         self.lane.stream = type("Stream", (), {"device": None})()
 
-    def send(self, pieces: list[Piece], deadline: Deadline, stop=lambda: False) -> bool:
-        return self.lane.send(pieces, SLOT, self.reader, deadline, stop)
+    def send(
+        self, pieces: list[Piece], deadline: Deadline, stop=lambda: False, source=None
+    ) -> bool:
+        return self.lane.send(pieces, SLOT, source or self.reader, deadline, stop)
 
     def close(self) -> None:
         self.lane.end()
@@ -266,7 +270,41 @@ def test_a_lane_sends_the_same_with_and_without_it(built, library, gpu, tmp_path
         assert target.numpy().tobytes() == data
     assert len(gpu.recorded) == 20
     assert bool(gpu.waited) == built
+    assert sorted(Counter(gpu.recorded).values()) == [10, 10]  # a slot is read into meanwhile
     sender.close()
+
+
+@pytest.mark.parametrize("at_hand", ["10", "01", "0011", "1100", "010101"])
+def test_what_is_not_at_hand_is_read_in_between(at_hand, library, gpu, tmp_path, monkeypatch):
+    """A folder's descriptor stands for a file that cannot be read without waiting."""
+    fd, data = written(tmp_path, 30 * SLOT)
+    os.close(fd)
+    folder = os.open(tmp_path, os.O_RDONLY)
+    asked = cycle(at_hand)
+
+    class Source:
+        read_into = property(lambda self: sender.reader.read_into)
+
+        @property
+        def cached(self) -> tuple[int, int]:
+            readable = next(asked) == "1"
+            monkeypatch.setattr(pump, "_SLICE", 100_000)  # some pieces, not all
+            return sender.reader.cached if readable else (folder, 0)
+
+    target = torch.zeros(len(data), dtype=torch.uint8)
+    sender = Sender(gpu, tmp_path / "file", monkeypatch)
+    # Copies of two lengths, so that none can be taken for another's.
+    pieces = [
+        Piece(begin, length, [(to, 0, 100, 0, 1), (to + 100, 100, length - 100, 0, 1)])
+        if n % 3
+        else Piece(begin, length, [(to, 0, length, 0, 1)])
+        for n, (begin, length, [(to, *_)]) in enumerate(whole(len(data), target))
+    ]
+    assert sender.send(pieces, Deadline.after(30), source=Source())
+    assert target.numpy().tobytes() == data
+    assert len(gpu.recorded) == len(pieces)
+    sender.close()
+    os.close(folder)
 
 
 def test_what_is_cut_off_while_it_is_sent_is_an_error(gpu, tmp_path, monkeypatch):
