@@ -36,7 +36,7 @@ check: $(STAMP)
 # Not in .venv: with the interpreter it is given, which has torch and pytest. Needs no network.
 # Eight at a time where pytest-xdist is there: most of them wait for a fault to be noticed.
 test-gpu:
-	$(PYTHON) infra/native.py
+	-$(PYTHON) infra/native.py
 	PYTHONPATH=$(CURDIR)/manifests:$(CURDIR)/flows:$(CURDIR)/loader:$(CURDIR)/infra:$$PYTHONPATH \
 	$(PYTHON) -m pytest tests/gpu -rs $$($(PYTHON) -c 'import xdist' 2>/dev/null && printf %s '-n 8 -p no:benchmark')
 

@@ -232,8 +232,6 @@ class Sender:
             os.open(path, os.O_RDONLY), str(path), lambda cause: StoreError(str(path), found=cause)
         )
         self.staging = Staging()
-        self.lane = staging.Lane(self.staging, 1, None)
-        self.lane._handle = 77
         mark = type("Mark", (), {})
         mark.record = lambda _, event, stream: gpu._record(event.value, stream)
         mark.query = mark.wait = mark.free = lambda *_: 0
@@ -244,6 +242,12 @@ class Sender:
             slot._copy = gpu._copy
 
         monkeypatch.setattr(staging.Slot, "attach", attach)
+        self.begin()
+
+    def begin(self) -> None:
+        """As another load does."""
+        self.lane = staging.Lane(self.staging, 1, None)
+        self.lane._handle = 77
         self.lane.stream = type("Stream", (), {"device": None})()
 
     def send(
@@ -271,6 +275,23 @@ def test_a_lane_sends_the_same_with_and_without_it(built, library, gpu, tmp_path
     assert len(gpu.recorded) == 20
     assert bool(gpu.waited) == built
     assert sorted(Counter(gpu.recorded).values()) == [10, 10]  # a slot is read into meanwhile
+    sender.close()
+
+
+def test_a_lane_has_at_once_what_others_left(library, gpu, tmp_path, monkeypatch):
+    fd, data = written(tmp_path, 9 * SLOT)
+    os.close(fd)
+    target = torch.zeros(len(data), dtype=torch.uint8)
+    sender = Sender(gpu, tmp_path / "file", monkeypatch)
+    assert sender.send(whole(len(data), target), Deadline.after(30))
+    assert len(gpu.waited) == 7  # two slots had to be made, by Python
+    sender.lane.end()
+    sender.begin()
+    gpu.waited.clear()
+    assert sender.send(whole(len(data), target), Deadline.after(30))
+    assert len(gpu.waited) == 9
+    assert sender.staging._made == 2 * SLOT
+    assert sender.staging.left(SLOT, 5) == []
     sender.close()
 
 

@@ -128,12 +128,13 @@ class Lane:
         stop: Callable[[], bool],
     ) -> bool:
         """Read pieces of at most ``nbytes``, and begin to copy each to its places; whether all."""
+        self._change(nbytes)
         stream, sent, sender = self._handle, 0, None
         while sent < len(pieces):
             if stop():
                 return False
             cached = source.cached
-            if cached is not None and nbytes == self._nbytes and not self._missing:
+            if cached is not None and not self._missing:
                 if sender is None and (sender := self._pumping()) is not None:
                     sender.load(pieces, sent)
                 if sender is not None:
@@ -164,16 +165,11 @@ class Lane:
 
     def next(self, nbytes: int, deadline: Deadline) -> Slot:
         """A slot of ``nbytes`` that can be read into. A lane has slots of one length at a time."""
-        if nbytes != self._nbytes:
-            self.end()
-            self._nbytes, self._missing = nbytes, self._most(nbytes)
+        self._change(nbytes)
         if self._missing:
             slot = self._staging.take(nbytes, deadline, wait=not self._slots)
             if slot is not None:
-                self._missing -= 1
-                self._slots.append(slot)
-                if self.stream is not None:
-                    slot.attach(self.stream.device)
+                self._have([slot])
                 return slot
         self._turn = turn = (self._turn + 1) % len(self._slots)
         slot = self._slots[turn]
@@ -181,6 +177,20 @@ class Lane:
         if mark is not None and mark.query(mark.event):
             mark.wait()
         return slot
+
+    def _change(self, nbytes: int) -> None:
+        """Have slots of this length from now on, at once those that are there from other loads."""
+        if nbytes != self._nbytes:
+            self.end()
+            self._nbytes, self._missing = nbytes, self._most(nbytes)
+            self._have(self._staging.left(nbytes, self._missing))
+
+    def _have(self, slots: Sequence[Slot]) -> None:
+        self._missing -= len(slots)
+        self._slots += slots  # all of them, to be given back whatever becomes of the next
+        if self.stream is not None:
+            for slot in slots:
+                slot.attach(self.stream.device)
 
     def settle(self) -> None:
         """Wait for all copies."""
@@ -249,6 +259,14 @@ class Staging:
             with self._changed:
                 self._made -= nbytes
             raise
+
+    def left(self, nbytes: int, count: int) -> Sequence[Slot]:
+        """Of the slots of ``nbytes`` that nobody uses at most so many; none are made."""
+        with self._changed:
+            found = [slot for slot in self._free if slot.nbytes == nbytes][:count]
+            for slot in found:
+                self._free.remove(slot)
+        return found
 
     def give(self, slot: Slot) -> None:
         """Give a slot back."""
