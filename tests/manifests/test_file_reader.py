@@ -124,6 +124,37 @@ def test_an_error_of_the_disk_is_the_stores(
         reader.read_into(0, memoryview(bytearray(10)), soon())
 
 
+@pytest.mark.parametrize("way", ["cached", "past", "too large"])
+def test_a_file_that_is_not_cached_is_hardly_asked_for(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """The kernel reads ahead for who asks in vain: past the cache that would be read twice."""
+    piece, pieces = 16 * 4096, 40
+    content = os.urandom(piece * pieces)
+    store.create("b", content, soon())
+    asked: list[int] = []
+
+    def call(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+        if flags:
+            asked.append(len(buffers[0]))
+            raise BlockingIOError
+        return preadv(fd, buffers, offset)
+
+    if way == "too large":
+        monkeypatch.setattr(file_reader, "_memory_free", lambda: 0)
+    monkeypatch.setattr(disks.Disk, "past_the_cache", lambda _: way == "past")
+    monkeypatch.setattr(os, "preadv", call)
+    reader = store.reader("b", soon())
+    with mmap.mmap(-1, piece) as aligned:
+        for number in range(pieces):
+            reader.read_into(number * piece, memoryview(aligned), soon())
+            assert aligned[:] == content[number * piece :][:piece]
+        assert asked == [piece, 4096]  # the first; from then on it is known that it is not there
+        reader.read_into(0, memoryview(aligned), soon())  # anew: another stretch
+        assert asked == [piece, 4096, 4096]
+    reader.close()
+
+
 def test_a_descriptor_that_cannot_be_read() -> None:
     """Nothing is mapped at a process's first bytes, and reading them is an error of the device."""
 

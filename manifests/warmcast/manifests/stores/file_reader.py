@@ -40,8 +40,8 @@ _NO_NOWAIT = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 
 
 class _Stretch:
-    """Where a thread reads a file that is not in the cache, by a descriptor of its own: through the
-    cache, with the place where it goes on, or ``past`` it.
+    """Where a thread reads a file that is not in the cache, by a descriptor of its own, through the
+    cache or ``past`` it: it goes on at ``next``.
     """
 
     def __init__(self, fd: int, *, past: bool) -> None:
@@ -114,6 +114,7 @@ class FileReader:
                 done = 0
             if done == nbytes:
                 return
+            self._at_hand = False
         view = buffer.cast("B")
         while done < len(view):
             deadline.check(f"reading {self._where}")
@@ -173,7 +174,6 @@ class FileReader:
                             disk.join(self._fd)
                             self._disk = disk
                     self._met = True
-                    self._at_hand = False
         return self._disk
 
     def _going_on(self, offset: int) -> bool:
@@ -193,10 +193,16 @@ class FileReader:
         return stretch
 
     def _cached(self, piece: memoryview, offset: int) -> int:
-        """Take what the page cache has; 0 if that is nothing, or it cannot be asked."""
+        """Take what the page cache has; 0 if that is nothing, or it cannot be asked.
+
+        A page is asked for first: where nothing is, the kernel begins to read ahead for whoever
+        asks, by as much as was asked for and more, and past the cache all of that comes twice.
+        """
         if not self._flags:
             return 0
         try:
+            if len(piece) > _BLOCK:
+                os.preadv(self._fd, (piece[:_BLOCK],), offset, self._flags)
             return os.preadv(self._fd, (piece,), offset, self._flags)
         except BlockingIOError:
             return 0
@@ -218,12 +224,14 @@ class FileReader:
         except OSError:  # a file system without, or no descriptor left: the other way will tell
             self._direct = False
             return 0
+        count = 0
         try:
-            return os.preadv(stretch.fd, [piece[: len(piece) // _BLOCK * _BLOCK]], offset)
+            count = os.preadv(stretch.fd, [piece[: len(piece) // _BLOCK * _BLOCK]], offset)
         except OSError as cause:
             if cause.errno != errno.EINVAL:  # a file system that wants more alignment
                 raise
-        return 0
+        stretch.next = offset + count if count else -1
+        return count
 
 
 def _address(view: memoryview) -> int:
