@@ -23,7 +23,7 @@ from warmcast.flows.local import LocalFile
 from warmcast.flows.run import deploy
 
 SAVE = """
-import sys, torch, torch.distributed as dist
+import os, sys, torch, torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -41,6 +41,7 @@ state = {
 optimizer = {"state": {"rows": {"exp_avg": distribute_tensor(full(5, 4), mesh, [Shard(0)])}}}
 dcp.save({"model": state, "optimizer": optimizer, "step": 3}, checkpoint_id=folder)
 dist.destroy_process_group()
+os._exit(0)  # all is written; torch's threads now and then abort what ends as usual
 """
 
 
