@@ -31,7 +31,7 @@ def build() -> str | None:
     """Build the library; why that could not be done, None if it was."""
     LIBRARY.unlink(missing_ok=True)  # who has it loaded goes on with it
     command = compiler()
-    options = ["-O2", "-std=c11", "-Wall", "-Wextra", "-shared", "-fPIC"]
+    options = ["-O2", "-std=c11", "-Wall", "-Wextra", "-shared", "-fPIC", "-pthread", "-Wl,-z,defs"]
     new = LIBRARY.with_suffix(".new")  # whole or not at all
     try:
         made = subprocess.run(

@@ -33,7 +33,7 @@ def test_it_is_built(native: ModuleType) -> None:
     if shutil.which(native.compiler()[0]) is None:
         pytest.skip("no C compiler")
     assert native.build() is None
-    assert ctypes.CDLL(str(native.LIBRARY)).warmcast_pump_layout() == 1
+    assert ctypes.CDLL(str(native.LIBRARY)).warmcast_pump_layout() == 2
 
 
 @pytest.mark.parametrize("compiler", ["false", "/none/cc"])

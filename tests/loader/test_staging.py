@@ -31,10 +31,10 @@ def mapped() -> int:
 def test_a_lane_uses_its_slot_again() -> None:
     staging = Staging(4 * PAGE)
     with staging.lane(2, None) as lane:
-        slots = {id(lane.next(PAGE, soon())) for _ in range(10)}
+        slots = {lane.next(PAGE, soon()).buffer.data_ptr() for _ in range(10)}
     assert len(slots) == 1
     with staging.lane(2, None) as lane:
-        assert id(lane.next(PAGE, soon())) in slots
+        assert lane.next(PAGE, soon()).buffer.data_ptr() in slots
     staging.close()
 
 
@@ -44,7 +44,6 @@ def test_what_is_written_is_what_is_read() -> None:
         slot = lane.next(PAGE, soon())
         slot.view[:5] = b"hello"
         assert bytes(slot.buffer[:5].tolist()) == b"hello"
-        assert slot.address == slot.buffer.data_ptr()
     staging.close()
 
 
@@ -100,7 +99,7 @@ def test_who_waits_has_a_deadline() -> None:
 def test_a_piece_larger_than_the_bound_is_given_one_at_a_time() -> None:
     staging = Staging(PAGE)
     with staging.lane(1, None) as lane:
-        assert lane.next(4 * PAGE, soon()).nbytes == 4 * PAGE
+        assert len(lane.next(4 * PAGE, soon()).view) == 4 * PAGE
     staging.close()
 
 

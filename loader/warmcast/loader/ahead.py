@@ -21,18 +21,17 @@ class Ahead:
         self._numbers: list[int] = []
         self._finish: Callable[[], list[int]] | None = None
 
-    def begin(self, numbers: Iterable[int], after: Iterable[torch.cuda.Stream]) -> None:
+    def begin(self, numbers: Iterable[int], after: torch.cuda.Stream) -> None:
         """Check the tensors of these numbers, once.
 
-        What was begun on the streams ``after`` fills them; nothing else will write to them.
+        What was begun on the stream ``after`` fills them; nothing else will write to them.
         """
         device = self._tensors[0].device
         wanted = [number for number in numbers if self._tensors[number].nbytes >= LARGE]
         if not wanted or not cuda_checks.at_hand(device):
             return
         stream = torch.cuda.Stream(device)
-        for other in after:
-            stream.wait_stream(other)
+        stream.wait_stream(after)
         with torch.cuda.stream(stream):
             self._finish = cuda_checks.start_crc32cs([self._tensors[n] for n in wanted])
         self._numbers = wanted

@@ -63,15 +63,16 @@ def _copy_over(tensor: Tensor, source: Tensor) -> None:
     tensor.copy_(source)
 
 
-class Piece(NamedTuple):
-    """What is read at once: ``nbytes`` of a file from ``begin``, and the copies to be made of them.
+Copy = tuple[int, int, int, int, int]
+"""(to this address, from where in the piece, bytes of a row, bytes from row to row, rows)"""
 
-    A copy is (address, where in the piece, bytes of a row, bytes from row to row, rows).
-    """
+
+class Piece(NamedTuple):
+    """What is read at once: ``nbytes`` of a file from ``begin``, and the copies of them."""
 
     begin: int
     nbytes: int
-    copies: list[tuple[int, int, int, int, int]]
+    copies: list[Copy]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,17 @@ class Chunk:
     length: int
     crc32c: str | None
     incoming: Sequence[Incoming]
+
+    def combs(self) -> list[tuple[int, int, int, int, int]]:
+        """Where its bytes go, in the order of the file.
+
+        Each is (the file's first byte, bytes of a row, bytes from row to row, rows, address).
+        """
+        return sorted(
+            (t.first, t.comb.high - t.comb.low, t.comb.pitch, t.comb.rows, t.address)
+            for t in self.incoming
+            if t.first < t.end
+        )
 
     def pieces(self, nbytes: int) -> list[Piece]:
         """The chunk in pieces of ``nbytes``; the last is what remains."""

@@ -10,24 +10,24 @@ Source: CUDA driver API (``cuMemcpyHtoDAsync``, ``cuMemcpy2DAsync``, events).
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from warmcast.loader import driver
+from warmcast.loader.chunks import Chunk, Copy
 from warmcast.loader.driver import check
+from warmcast.manifests.deadline import Deadline
 
 _DISABLE_TIMING = 2
 
 
-Copy = Callable[[int, int, int, int], int]
-"""(to, from, bytes, stream) -> an error, 0 if there is none."""
-
-
-def copier(*, pinned: bool) -> Copy:
+def copier(*, pinned: bool) -> Callable[[int, int, int, int], int]:
     """``cuMemcpyHtoDAsync``, from memory that is ``pinned``, or from other: that has to be read
     before the call returns, meanwhile others may have the interpreter's lock.
+
+    It takes (to, from, bytes, stream), and gives an error, 0 if there is none.
     """
     library = driver.prompt() if pinned else driver.waiting()
-    function: Copy = library.cuMemcpyHtoDAsync_v2
+    function: Callable[[int, int, int, int], int] = library.cuMemcpyHtoDAsync_v2
     return function
 
 
@@ -72,3 +72,64 @@ class Mark:
     def free(self) -> None:
         """Give the event back."""
         driver.prompt().cuEventDestroy_v2(self.event)
+
+
+class Link:
+    """A stream to a GPU; a :class:`link.Link` where there is no C library."""
+
+    def __init__(self, stream: int) -> None:
+        self._stream = stream
+
+    def sender(self, address: int, nbytes: int, slots: int, *, pinned: bool) -> Sender:
+        """What one thread brings its bytes with."""
+        return Sender(self._stream, range(address, address + slots * nbytes, nbytes), pinned=pinned)
+
+    def begin(self, deadline: Deadline) -> None:
+        """Everything does at once."""
+
+    def free(self) -> None:
+        """There is nothing."""
+
+
+class Sender:
+    """Brings pieces one by one; a :class:`link.Sender`."""
+
+    def __init__(self, stream: int, slots: Sequence[int], *, pinned: bool) -> None:
+        self._stream, self._slots = stream, slots
+        self._copy = copier(pinned=pinned)
+        self._marks = [Mark() for _ in slots]
+
+    def wait(self, slot: int, deadline: Deadline) -> None:
+        """Return when the last copy from a slot has ended."""
+        self._marks[slot].wait()
+
+    def bring(self, slot: int, copies: Sequence[Copy]) -> None:
+        """Have a slot's bytes copied to their places."""
+        address, mark, error = self._slots[slot], self._marks[slot], 0
+        copy, stream = self._copy, self._stream
+        for to, at, width, pitch, rows in copies:
+            if rows == 1:
+                error = error or copy(to, address + at, width, stream)
+            else:
+                error = error or copy_rows(to, address + at, width, pitch, rows, stream)
+        # What was begun is marked all the same: it is waited for before the slot is freed.
+        error = mark.record(mark.event, stream) or error
+        if error:
+            check("copy to the GPU", error)
+
+    def load(self, chunk: Chunk) -> None:
+        """Everything is brought piece by piece."""
+
+    def pump(self, cached: tuple[int, int], sent: int, turn: int) -> tuple[int, int]:
+        """Leave it to the caller."""
+        return sent, turn
+
+    def settle(self) -> None:
+        """Return when all copies from the slots have ended."""
+        for mark in self._marks:
+            mark.wait()
+
+    def free(self) -> None:
+        """Give the marks back."""
+        for mark in self._marks:
+            mark.free()

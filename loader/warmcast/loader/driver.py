@@ -50,6 +50,7 @@ _PROTOTYPES = {
     "cuEventQuery": (Handle,),
     "cuEventSynchronize": (Handle,),
     "cuEventDestroy_v2": (Handle,),
+    "cuStreamSynchronize": (Handle,),
     "cuCtxSetCurrent": (Handle,),
     "cuDeviceGet": (ctypes.POINTER(ctypes.c_int), ctypes.c_int),
     "cuDevicePrimaryCtxRetain": (ctypes.POINTER(Handle), ctypes.c_int),

@@ -1,7 +1,7 @@
-"""``pump.c``: pieces of a file from the page cache to a GPU, without the interpreter.
+"""``pump.c``: a file's bytes from the page cache to a GPU, without the interpreter.
 
 It is built when Warmcast is installed, where there is a C compiler; without it Python does the
-same, as fast where processors are not shared.
+same (see :mod:`dma`), nearly as fast where processors are not shared.
 """
 
 from __future__ import annotations
@@ -9,19 +9,21 @@ from __future__ import annotations
 import ctypes
 import time
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from warmcast.loader import driver
-from warmcast.loader.chunks import Piece
+from warmcast.loader import dma, driver
+from warmcast.loader.chunks import Chunk, Copy
+from warmcast.manifests.deadline import Deadline
 
 LIBRARY = Path(__file__).with_name("_pump.so")
 """Where it is built."""
 
-_LAYOUT = 1  # of the structures: pump.c has the same
+_LAYOUT = 2  # of the structures: pump.c has the same
+_LATE = -1
 _SLICE = 50_000_000
 """Nanoseconds for which a call goes on: then somebody may want it to end."""
 
@@ -32,70 +34,145 @@ class Gpu(ctypes.Structure):
     _fields_ = (
         ("copy", ctypes.c_void_p),
         ("copy_rows", ctypes.c_void_p),
+        ("copy_all", ctypes.c_void_p),
         ("record", ctypes.c_void_p),
-        ("synchronize", ctypes.c_void_p),
+        ("query", ctypes.c_void_p),
     )
 
 
-class _Pump(ctypes.Structure):
-    """``struct pump``."""
+class _Lane(ctypes.Structure):
+    """``struct lane``."""
 
     _fields_ = (
-        ("gpu", Gpu),
-        ("stream", ctypes.c_void_p),
+        ("link", ctypes.c_void_p),
         ("slots", ctypes.c_void_p),
+        ("slot_bytes", ctypes.c_int64),
         ("slot_count", ctypes.c_int64),
+        ("batches", ctypes.c_void_p),
         ("turn", ctypes.c_int64),
-        ("pieces", ctypes.c_void_p),
-        ("piece_count", ctypes.c_int64),
-        ("copies", ctypes.c_void_p),
-        ("next_piece", ctypes.c_int64),
-        ("next_copy", ctypes.c_int64),
+        ("at", ctypes.c_int64),
+        ("end", ctypes.c_int64),
+        ("combs", ctypes.c_void_p),
+        ("comb_count", ctypes.c_int64),
+        ("first_comb", ctypes.c_int64),
     )
 
 
-class Pump:
-    """Sends pieces through some slots, on one stream, in one thread.
+class Link:
+    """A stream to the GPU whose context is the current one, for all threads of a load.
 
-    ``slots`` are (address, event) of each, ``turn`` is the one that was used last. Pieces are given
-    by :meth:`load`, and sent by :meth:`send`, from ``next`` on.
+    What they bring is copied in batches: a copy engine goes on at once in one, but needs some
+    microseconds before the next.
     """
 
-    def __init__(self, library: Any, gpu: Gpu, stream: int, slots: Iterable[tuple[int, int]]):
-        self._call = library.warmcast_pump
-        self._slots = array("q", chain.from_iterable(slots))
-        self._pump = _Pump(
-            gpu=gpu, stream=stream, slots=_address(self._slots), slot_count=len(self._slots) // 2
+    def __init__(self, library: Any, gpu: Gpu, stream: int) -> None:
+        self.library = library
+        self._marks = [dma.Mark() for _ in range(library.warmcast_link_events())]
+        events = (driver.Handle * len(self._marks))(*(mark.event for mark in self._marks))
+        self.address = library.warmcast_link_new(ctypes.byref(gpu), stream, events)
+        if not self.address:
+            self._free_marks()
+            raise MemoryError
+        self._stream = stream
+
+    def sender(self, address: int, nbytes: int, slots: int, *, pinned: bool) -> Sender:
+        """What one thread brings its bytes with."""
+        if not pinned:
+            self.library.warmcast_link_single(self.address)
+        return Sender(self, address, nbytes, slots)
+
+    def begin(self, deadline: Deadline) -> None:
+        """Return when all that was brought so far stands in the stream."""
+        while error := self.library.warmcast_link_begin(self.address, _soon()):
+            if error != _LATE:
+                driver.check("copy to the GPU", error)
+            deadline.check("waiting for the GPU")
+
+    def stop(self) -> None:
+        """Have nothing more begun, and wait for what was."""
+        self.library.warmcast_link_stop(self.address)
+        driver.waiting().cuStreamSynchronize(self._stream)
+
+    def free(self) -> None:
+        """Give everything back; all senders are done."""
+        self.library.warmcast_link_free(self.address)
+        self._free_marks()
+
+    def _free_marks(self) -> None:
+        for mark in self._marks:
+            mark.free()
+
+
+class Sender:
+    """Sends by slots, in one thread; a :class:`link.Sender`."""
+
+    def __init__(self, link: Link, address: int, nbytes: int, slots: int) -> None:
+        self._link, self._library = link, link.library
+        self._batches = array("q", [0] * slots)
+        self._lane = _Lane(
+            link=link.address,
+            slots=address,
+            slot_bytes=nbytes,
+            slot_count=slots,
+            batches=_address(self._batches),
         )
-        self._arrays: tuple[array[int], array[int]]
+        self._here = ctypes.addressof(self._lane)
+        self._begin = 0
+        self._combs: array[int]
 
-    def load(self, pieces: Sequence[Piece], first: int) -> None:
-        """Take these pieces of a file, to send those from the ``first`` on."""
-        self._arrays = numbers, copies = (
-            array("q", chain.from_iterable((p.begin, p.nbytes, len(p.copies)) for p in pieces)),
-            array("q", chain.from_iterable(chain.from_iterable(p.copies for p in pieces))),
+    def wait(self, slot: int, deadline: Deadline) -> None:
+        """Return when the last copy from a slot has ended."""
+        while error := self._library.warmcast_lane_wait(self._here, slot, _soon()):
+            if error != _LATE:
+                driver.check("copy to the GPU", error)
+            deadline.check("waiting for the GPU")
+
+    def bring(self, slot: int, copies: Sequence[Copy]) -> None:
+        """Have a slot's bytes copied to their places."""
+        numbers = array("q", chain.from_iterable(copies))
+        driver.check(
+            "copy to the GPU",
+            self._library.warmcast_lane_bring(self._here, slot, _address(numbers), len(copies)),
         )
-        pump = self._pump
-        pump.pieces, pump.piece_count, pump.next_piece = _address(numbers), len(pieces), 0
-        pump.copies, pump.next_copy = _address(copies), 0
-        for _ in range(first):
-            self.skip()
 
-    def send(self, cached: tuple[int, int], turn: int) -> tuple[int, int]:
-        """Send what can be read at once by a descriptor and ``preadv2``'s flags, for a while.
+    def load(self, chunk: Chunk) -> None:
+        """Take note of where the bytes of a chunk go."""
+        combs = chunk.combs()
+        self._combs = numbers = array("q", chain.from_iterable(combs))
+        lane, self._begin = self._lane, chunk.begin
+        lane.end = chunk.begin + chunk.length
+        lane.combs, lane.comb_count, lane.first_comb = _address(numbers), len(combs), 0
 
-        Gives the number of the first piece that was not sent, and the slot that was used last.
-        """
-        pump = self._pump
-        pump.turn = turn
-        error = self._call(ctypes.byref(pump), *cached, time.monotonic_ns() + _SLICE)
+    def pump(self, cached: tuple[int, int], sent: int, turn: int) -> tuple[int, int]:
+        """Bring of that chunk what can be read at once, for a while."""
+        lane, begin = self._lane, self._begin
+        lane.at, lane.turn = begin + sent, turn
+        error = self._library.warmcast_lane_pump(self._here, *cached, _soon())
         driver.check("copy to the GPU", error)
-        return pump.next_piece, pump.turn
+        return lane.at - begin, lane.turn
 
-    def skip(self) -> None:
-        """Leave out the next piece: somebody else has sent it."""
-        self._pump.next_copy += self._arrays[0][3 * self._pump.next_piece + 2]
-        self._pump.next_piece += 1
+    def settle(self) -> None:
+        """Return when all copies from the slots have ended, or will not be made."""
+        for slot in range(self._lane.slot_count):
+            error = _LATE
+            while error == _LATE:
+                error = self._library.warmcast_lane_wait(self._here, slot, _soon())
+            if error:
+                self._link.stop()
+                return
+
+    def free(self) -> None:
+        """There is nothing."""
+
+
+def link(stream: int) -> Link | None:
+    """A link by the CUDA driver; None where the library was not built."""
+    found = library()
+    return None if found is None else Link(found, gpu(), stream)
+
+
+def _soon() -> int:
+    return time.monotonic_ns() + _SLICE
 
 
 def _address(numbers: array[int]) -> int:
@@ -111,10 +188,19 @@ def library() -> Any:
             return None
     except (OSError, AttributeError):
         return None
-    found.warmcast_pump.argtypes = (
-        ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int64
-    )  # fmt: skip
-    found.warmcast_pump.restype = ctypes.c_int
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    for name, result, *arguments in (
+        ("link_new", pointer, pointer, pointer, pointer),
+        ("link_free", None, pointer),
+        ("link_single", None, pointer),
+        ("link_stop", None, pointer),
+        ("link_begin", ctypes.c_int, pointer, number),
+        ("lane_wait", ctypes.c_int, pointer, number, number),
+        ("lane_bring", ctypes.c_int, pointer, number, pointer, number),
+        ("lane_pump", ctypes.c_int, pointer, ctypes.c_int, ctypes.c_int, number),
+    ):
+        function = getattr(found, f"warmcast_{name}")
+        function.restype, function.argtypes = result, arguments
     return found
 
 
@@ -122,14 +208,16 @@ def library() -> Any:
 def gpu() -> Gpu:
     """The CUDA driver."""
     functions = driver.waiting()
+    batches: Any = getattr(functions, "cuMemcpyBatchAsync", None)  # drivers of CUDA 12.8 and later
     return Gpu(
         *(
-            ctypes.cast(functions[name], ctypes.c_void_p)
-            for name in (
-                "cuMemcpyHtoDAsync_v2",
-                "cuMemcpy2DAsync_v2",
-                "cuEventRecord",
-                "cuEventSynchronize",
+            ctypes.cast(function, ctypes.c_void_p)
+            for function in (
+                functions.cuMemcpyHtoDAsync_v2,
+                functions.cuMemcpy2DAsync_v2,
+                batches,
+                functions.cuEventRecord,
+                functions.cuEventQuery,
             )
         )
     )

@@ -1,8 +1,8 @@
 """Host memory that bytes pass through on their way to a GPU: a few pinned slots, used in turn.
 
-Pinning costs about half a second a GiB, so slots are made when they are first needed, kept from one
-load to the next, and given back when their owner is closed. They are of memory mapped for the
-purpose, not of torch's pinned pool, which never gives any back.
+Pinning costs about half a second a GiB, so memory is pinned when it is first needed, kept from one
+load to the next, and given back when its owner is closed. It is mapped for the purpose, not of
+torch's pinned pool, which never gives any back.
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ from __future__ import annotations
 import contextlib
 import mmap
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
-from warmcast.loader import dma, driver, pump
-from warmcast.loader.chunks import Piece
+from warmcast.loader.chunks import Chunk, Piece
+from warmcast.loader.link import Link, Sender
 from warmcast.manifests.deadline import Deadline
 
 
 class Source(Protocol):
-    """What pieces are read from; part of an object's reader."""
+    """What a chunk is read from; part of an object's reader."""
 
     @property
     def cached(self) -> tuple[int, int] | None:
@@ -32,17 +33,20 @@ class Source(Protocol):
         """Fill a buffer from an offset."""
 
 
-_LANE = 2
-"""Slots of a lane, where there is room: one is read into while the others are copied from."""
+_FEWEST = 2
+"""Slots of a lane: one is read into while the other is copied from."""
+
+_LANE = 3 << 20
+"""Bytes of a lane, where its slots are small: those of all lanes are to stay in the processor's
+cache, and to keep a GPU busy for some hundred microseconds.
+"""
 
 HOST_MEMORY = 2 << 30
-"""Bytes of slots at most, unless told otherwise."""
+"""Bytes of all slots at most, unless told otherwise."""
 
 
-class Slot:
-    """One buffer; ``view`` and ``buffer`` are its bytes, ``mark`` stands behind the copy to a GPU
-    that was last begun from it.
-    """
+class Memory:
+    """Some memory, the system's own pages; ``view`` and ``buffer`` are its bytes."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -52,234 +56,180 @@ class Slot:
         self.buffer = torch.frombuffer(self._memory, dtype=torch.uint8)
         self.view = memoryview(self._memory)
         self.address = self.buffer.data_ptr()
-        self.mark: dma.Mark | None = None
-        self._device: torch.device | None = None
-        self._pinned = False
+        self.pinned = False
 
-    def attach(self, device: torch.device) -> None:
-        """Be copied from to a GPU, whose context is the current one.
-
-        The slot's pages are locked, if the system lets us: copies go on by themselves then.
-        """
-        if not self._pinned:
+    def pin(self) -> None:
+        """Lock the pages, if the system lets us: copies to a GPU go on by themselves then."""
+        if not self.pinned:
             result = torch.cuda.cudart().cudaHostRegister(self.address, self.nbytes, 0)
-            self._pinned = int(result) == 0
-            self._copy = dma.copier(pinned=self._pinned)
-        if device != self._device:
-            if self.mark is not None:
-                self.mark.free()
-            self.mark, self._device = dma.Mark(), device
-
-    def send(self, piece: Piece, stream: int) -> None:
-        """Begin to copy the piece that was read into the slot, on a stream given by its handle."""
-        copy, address, error = self._copy, self.address, 0
-        for to, at, width, pitch, rows in piece.copies:
-            if rows == 1:
-                error = error or copy(to, address + at, width, stream)
-            else:
-                error = error or dma.copy_rows(to, address + at, width, pitch, rows, stream)
-        mark = self.mark
-        if mark is not None:
-            error = mark.record(mark.event, stream) or error
-        if error:
-            driver.check("copy to the GPU", error)
-
-    def wait(self) -> None:
-        """Return when the last copy from the slot has ended."""
-        if self.mark is not None:
-            self.mark.wait()
+            self.pinned = int(result) == 0
 
     def free(self) -> None:
-        """Unpin and unmap; nobody may use the slot any more."""
-        if self.mark is not None:
-            self.mark.wait()
-            self.mark.free()
-        if self._pinned:
+        """Unpin and unmap; nobody may use the memory any more."""
+        if self.pinned:
             torch.cuda.cudart().cudaHostUnregister(self.address)
         del self.buffer
         self.view.release()
         self._memory.close()
 
 
-class Lane:
-    """The slots of one thread, and the stream on which it copies; None without a GPU."""
+class Slot(NamedTuple):
+    """A part of a lane's memory: its number, and its bytes, twice."""
 
-    def __init__(self, staging: Staging, lanes: int, after: torch.cuda.Event | None) -> None:
+    number: int
+    view: memoryview
+    buffer: Tensor
+
+
+class Lane:
+    """The slots of one thread, and the link to the GPU that they are copied by, if there is one."""
+
+    def __init__(self, staging: Staging, lanes: int, link: Link | None) -> None:
+        self.link = link
         self._staging = staging
         self._lanes = lanes
+        self._memory: Memory | None = None
         self._slots: list[Slot] = []
         self._nbytes = 0  # of a slot
-        self._missing = 0  # slots that there is room for
-        self._pump: pump.Pump | None = None
-        self._turn = -1  # of the slot that was given last
-        self.stream = None
-        self._handle = 0
-        if after is not None:
-            self.stream = torch.cuda.Stream()
-            self.stream.wait_event(after)
-            self._handle = self.stream.cuda_stream
+        self._turn = -1  # the slot that was used last
+        self._sender: Sender | None = None
 
     def send(
         self,
-        pieces: Sequence[Piece],
+        chunk: Chunk,
         nbytes: int,
         source: Source,
         deadline: Deadline,
         stop: Callable[[], bool],
     ) -> bool:
-        """Read pieces of at most ``nbytes``, and begin to copy each to its places; whether all."""
-        self._change(nbytes)
-        stream, sent, sender = self._handle, 0, None
-        while sent < len(pieces):
+        """Read a chunk by slots of ``nbytes``, and bring each to its places; whether all of it."""
+        self._change(nbytes, deadline)
+        sender, sent = self._sender, 0
+        if sender is None:
+            raise RuntimeError("there is no GPU to send to")
+        pieces: list[Piece] = []
+        sender.load(chunk)
+        while sent < chunk.length:
             if stop():
                 return False
             cached = source.cached
-            if cached is not None and not self._missing:
-                if sender is None and (sender := self._pumping()) is not None:
-                    sender.load(pieces, sent)
-                if sender is not None:
-                    before = sent
-                    sent, self._turn = sender.send(cached, self._turn)
-                    if sent > before:
-                        deadline.check("reading")
-                        continue
-            piece = pieces[sent]
+            if cached is not None:
+                before = sent
+                sent, self._turn = sender.pump(cached, sent, self._turn)
+                if sent > before:
+                    deadline.check("reading")
+                    continue
+            pieces = pieces or chunk.pieces(nbytes)
+            begin, length, copies = pieces[sent // nbytes]
             slot = self.next(nbytes, deadline)
-            length = piece.nbytes
-            view = slot.view if length == nbytes else slot.view[:length]
-            source.read_into(piece.begin, view, deadline)
-            slot.send(piece, stream)
-            sent += 1
-            if sender is not None:
-                sender.skip()
+            source.read_into(begin, slot.view[:length], deadline)
+            sender.bring(slot.number, copies)
+            sent += length
         return True
-
-    def _pumping(self) -> pump.Pump | None:
-        """What sends without the interpreter, by the lane's slots; None where that is not built."""
-        library = pump.library()
-        if self._pump is None and library is not None:
-            marks = [(slot.address, slot.mark) for slot in self._slots]
-            events = [(at, mark.event.value or 0) for at, mark in marks if mark is not None]
-            self._pump = pump.Pump(library, pump.gpu(), self._handle, events)
-        return self._pump
 
     def next(self, nbytes: int, deadline: Deadline) -> Slot:
         """A slot of ``nbytes`` that can be read into. A lane has slots of one length at a time."""
-        self._change(nbytes)
-        if self._missing:
-            slot = self._staging.take(nbytes, deadline, wait=not self._slots)
-            if slot is not None:
-                self._have([slot])
-                return slot
+        self._change(nbytes, deadline)
         self._turn = turn = (self._turn + 1) % len(self._slots)
-        slot = self._slots[turn]
-        mark = slot.mark
-        if mark is not None and mark.query(mark.event):
-            mark.wait()
-        return slot
+        if self._sender is not None:
+            self._sender.wait(turn, deadline)
+        return self._slots[turn]
 
-    def _change(self, nbytes: int) -> None:
-        """Have slots of this length from now on, at once those that are there from other loads."""
-        if nbytes != self._nbytes:
-            self.end()
-            self._nbytes, self._missing = nbytes, self._most(nbytes)
-            self._have(self._staging.left(nbytes, self._missing))
-
-    def _have(self, slots: Sequence[Slot]) -> None:
-        self._missing -= len(slots)
-        self._slots += slots  # all of them, to be given back whatever becomes of the next
-        if self.stream is not None:
-            for slot in slots:
-                slot.attach(self.stream.device)
+    def _change(self, nbytes: int, deadline: Deadline) -> None:
+        """Have slots of this length from now on."""
+        if nbytes == self._nbytes:
+            return
+        self.end()
+        count = self._most(nbytes)
+        self._memory = memory = self._staging.take(count * nbytes, deadline)
+        if self.link is not None:
+            memory.pin()
+            self._sender = self.link.sender(memory.address, nbytes, count, pinned=memory.pinned)
+        self._slots = [
+            Slot(number, memory.view[at : at + nbytes], memory.buffer[at : at + nbytes])
+            for number, at in enumerate(range(0, memory.nbytes, nbytes))
+        ]
+        self._nbytes = nbytes
 
     def settle(self) -> None:
         """Wait for all copies."""
-        for slot in self._slots:
-            slot.wait()
+        if self._sender is not None:
+            self._sender.settle()
 
     def end(self) -> None:
-        """Wait for all copies, and give the slots back."""
-        self.settle()
+        """Wait for all copies, and give the memory back."""
+        if self._sender is not None:
+            self._sender.settle()
+            self._sender.free()
+            self._sender = None
         for slot in self._slots:
-            self._staging.give(slot)
+            slot.view.release()
         self._slots.clear()
-        self._nbytes, self._turn, self._pump = 0, -1, None
+        if self._memory is not None:
+            self._staging.give(self._memory)
+            self._memory = None
+        self._nbytes, self._turn = 0, -1
 
     def _most(self, nbytes: int) -> int:
-        if self.stream is None:
+        if self.link is None:
             return 1  # what was copied from it is done with
-        return max(1, min(_LANE, self._staging.nbytes // self._lanes // nbytes))
+        return max(
+            1, min(max(_FEWEST, _LANE // nbytes), self._staging.nbytes // self._lanes // nbytes)
+        )
 
 
 class Staging:
-    """A bounded stock of slots. Safe between threads; the owner closes it."""
+    """A bounded stock of memory. Safe between threads; the owner closes it."""
 
     def __init__(self, nbytes: int = HOST_MEMORY) -> None:
         self.nbytes = nbytes
         self._changed = threading.Condition()
         self._made = 0  # bytes
-        self._free: list[Slot] = []
+        self._free: list[Memory] = []
 
     @contextmanager
-    def lane(self, lanes: int, after: torch.cuda.Event | None) -> Iterator[Lane]:
-        """A lane for one thread of ``lanes``.
-
-        Copies go to the current GPU, ``after`` what may still use the memory that they go to; None
-        where nothing goes to a GPU.
-        """
-        lane = Lane(self, lanes, after)
+    def lane(self, lanes: int, link: Link | None) -> Iterator[Lane]:
+        """A lane for one thread of ``lanes``; its bytes go by the link, if they go to a GPU."""
+        lane = Lane(self, lanes, link)
         try:
             yield lane
         finally:
             lane.end()
 
-    def take(self, nbytes: int, deadline: Deadline, *, wait: bool) -> Slot | None:
-        """A slot of ``nbytes``; None if there is no room and the caller does not ``wait`` for it.
-
-        One slot is given even where that is more than the stock's bound.
-        """
+    def take(self, nbytes: int, deadline: Deadline) -> Memory:
+        """Memory of ``nbytes``, when there is room; alone even more than the stock's bound."""
         with self._changed:
             while True:
-                for slot in self._free:
-                    if slot.nbytes == nbytes:
-                        self._free.remove(slot)
-                        return slot
+                for memory in self._free:
+                    if memory.nbytes == nbytes:
+                        self._free.remove(memory)
+                        return memory
                 while self._made + nbytes > self.nbytes and self._free:
                     self._drop(self._free.pop())  # of another length
                 if self._made + nbytes <= self.nbytes or not self._made:
                     break
-                if not wait:
-                    return None
                 deadline.check("waiting for host memory")
                 self._changed.wait(min(deadline.remaining(), 1.0))
             self._made += nbytes
         try:
-            return Slot(nbytes)
+            return Memory(nbytes)
         except BaseException:
             with self._changed:
                 self._made -= nbytes
             raise
 
-    def left(self, nbytes: int, count: int) -> Sequence[Slot]:
-        """Of the slots of ``nbytes`` that nobody uses at most so many; none are made."""
+    def give(self, memory: Memory) -> None:
+        """Give memory back."""
         with self._changed:
-            found = [slot for slot in self._free if slot.nbytes == nbytes][:count]
-            for slot in found:
-                self._free.remove(slot)
-        return found
-
-    def give(self, slot: Slot) -> None:
-        """Give a slot back."""
-        with self._changed:
-            self._free.append(slot)
+            self._free.append(memory)
             self._changed.notify()
 
     def close(self) -> None:
-        """Give the memory back to the system."""
+        """Give all of it back to the system."""
         with self._changed:
             while self._free:
                 self._drop(self._free.pop())
 
-    def _drop(self, slot: Slot) -> None:
-        self._made -= slot.nbytes
-        slot.free()
+    def _drop(self, memory: Memory) -> None:
+        self._made -= memory.nbytes
+        memory.free()

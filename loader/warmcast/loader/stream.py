@@ -28,9 +28,10 @@ from typing import NamedTuple, Protocol
 import torch
 
 from warmcast.loader.ahead import Ahead
-from warmcast.loader.chunks import Chunk, Incoming, Piece, chunks_of, joined
+from warmcast.loader.chunks import Chunk, Incoming, chunks_of, joined
 from warmcast.loader.containers import host_view
 from warmcast.loader.cuda_context import current
+from warmcast.loader.link import Link, linked
 from warmcast.loader.plan import Targets
 from warmcast.loader.staging import Lane, Source, Staging
 from warmcast.manifests.checksum import crc32c, to_hex
@@ -39,12 +40,14 @@ from warmcast.manifests.errors import IntegrityError, StoreError, WarmcastError
 from warmcast.manifests.manifest import FileEntry, Manifest
 from warmcast.manifests.stores import ObjectReader
 
-_PIECE = 4 << 20
-"""Bytes that are copied at once; more, where a store is better asked for more.
+_PIECE = 512 << 10
+"""Bytes of a slot; more, where a store is better asked for more.
 
-With less the link to the GPU is not kept busy, with more the slots of all threads do not stay in
-the processor's cache.
+With more the slots of all threads do not stay in the processor's cache, where others use it, too.
 """
+
+_CHUNK_PART = 4 << 20
+"""Bytes of a part, where a thread does not take whole chunks."""
 
 _RUN = 4
 """Chunks that a thread takes at a time, where there are many."""
@@ -169,14 +172,14 @@ class _Streaming:
         self._staging = staging
         self._device = device
         self._deadline = deadline
-        gpu = device.type == "cuda"
-        self._after = torch.cuda.current_stream(device) if gpu else None
+        self._gpu = device.type == "cuda"
         self._next = threading.Lock()
         self._stop = stop
         self._counting = threading.Lock()
         self._read = 0
         self._failed: list[BaseException] = []
-        self._streams: list[torch.cuda.Stream] = []  # of all threads
+        self._stream: torch.cuda.Stream | None = None
+        self._link: Link | None = None
         self._ahead: Ahead | None = None
         self._there: list[int] = []
         self._coming = self._enough = 0  # bytes: that are not there, of which few enough are not
@@ -191,19 +194,19 @@ class _Streaming:
         runs = self._shared_out(chunks, count)
         threads: list[threading.Thread] = []
         with ExitStack() as stack:
-            after = None
-            if self._after is not None:
+            if self._gpu:
                 stack.enter_context(current(self._device))
-                after = self._after.record_event()
+                self._stream = torch.cuda.Stream()
+                # What is there may still use the memory that the bytes go to.
+                self._stream.wait_stream(torch.cuda.current_stream())
+                self._link = stack.enter_context(linked(self._stream.cuda_stream))
             try:
                 # Each has all that it needs when it begins, and need not wait until the others,
                 # who would all have to have the interpreter for that, have it, too.
                 for number in range(count):
-                    lane = stack.enter_context(self._staging.lane(count, after))
+                    lane = stack.enter_context(self._staging.lane(count, self._link))
                     if not (parts := self._take(runs)):
                         break
-                    if lane.stream is not None:
-                        self._streams.append(lane.stream)
                     threads.append(
                         threading.Thread(
                             target=self._work,
@@ -232,9 +235,12 @@ class _Streaming:
 
         Towards the end single ones, and the last in parts where they need not be checked whole:
         no thread is to be idle while others still have a long way to go. Single ones too where
-        somebody waits for the first to arrive.
+        somebody waits for them to arrive, and the first in parts: all threads bring those at once.
         """
         run = _RUN if self._arrived is None else 1
+        if self._arrived is not None:
+            for chunk in islice(chunks, threads):
+                yield from ([part] for part in self._parts(chunk))
         waiting: deque[Chunk] = deque()
         while True:
             waiting.extend(islice(chunks, run * (threads + 1) - len(waiting)))
@@ -251,14 +257,14 @@ class _Streaming:
             yield chunk
             return
         end = chunk.begin + chunk.length
-        for begin in range(chunk.begin, end, _PIECE):
-            length = min(_PIECE, end - begin)
+        for begin in range(chunk.begin, end, _CHUNK_PART):
+            length = min(_CHUNK_PART, end - begin)
             yield replace(chunk, begin=begin, length=length, crc32c=None)
 
     def _work(self, parts: Sequence[_LaidOut], runs: Iterator[Sequence[Chunk]], lane: Lane) -> None:
         """What a thread does; the first error is everybody's."""
         try:
-            with nullcontext() if self._after is None else current(self._device):
+            with current(self._device) if self._gpu else nullcontext():
                 while parts:
                     self._bring_all(parts, lane)
                     parts = self._take(runs)
@@ -284,7 +290,7 @@ class _Streaming:
                 tensor.left -= came
                 whole = came > 0 and not tensor.left  # a part of a chunk may have nothing of it
             if whole and tensor.lay_out is not None:
-                self._lay_out(tensor.lay_out, lane)
+                self._lay_out(tensor.lay_out)
             if whole and self._arrived is not None:
                 self._arrived(tensor.number)
             if whole and tensor.lay_out is None:
@@ -298,14 +304,16 @@ class _Streaming:
             if self._ahead is None or self._coming > self._enough:
                 return
             ahead, self._ahead = self._ahead, None
-        # Copies have been begun of all that is counted, each on its thread's stream.
-        ahead.begin(self._there.copy(), self._streams.copy())
+        if self._link is not None and self._stream is not None:
+            self._link.begin(self._deadline)  # all that is counted
+            ahead.begin(self._there.copy(), self._stream)
 
-    def _lay_out(self, lay_out: Callable[[], None], lane: Lane) -> None:
+    def _lay_out(self, lay_out: Callable[[], None]) -> None:
         """Bring a tensor that was read aside to its place, when all threads' copies have ended."""
-        if lane.stream is None:
+        if self._link is None:
             lay_out()
             return
+        self._link.begin(self._deadline)
         torch.cuda.synchronize(self._device)
         lay_out()
         torch.cuda.synchronize(self._device)
@@ -319,19 +327,14 @@ class _Streaming:
         return self._laid_out(run)
 
     def _laid_out(self, run: Sequence[Chunk]) -> Sequence[_LaidOut]:
-        """A run of chunks with the pieces of each.
-
-        All of it at once: each read pushes what the interpreter needs out of the processor's
-        cache, and the same work takes several times as long in between.
-        """
+        """A run of chunks, each with who reads it, and the bytes of its slots."""
         readers = [self._blobs.reader(chunk.file, self._deadline) for chunk in run]
         if all(map(self._checked_later, readers)):
             run = list(joined(run))
             readers = [self._blobs.reader(chunk.file, self._deadline) for chunk in run]
-        lengths = [max(_PIECE, reader.step) for reader in readers]
         return [
-            _LaidOut(chunk, reader, nbytes, chunk.pieces(nbytes))
-            for chunk, reader, nbytes in zip(run, readers, lengths, strict=True)
+            _LaidOut(chunk, reader, max(_PIECE, reader.step))
+            for chunk, reader in zip(run, readers, strict=True)
         ]
 
     def _bring(self, part: _LaidOut, lane: Lane) -> bool:
@@ -343,11 +346,9 @@ class _Streaming:
             checked = _Checked(reader)
             source = reader if expected is None else checked
             try:
-                if lane.stream is None:
+                if lane.link is None:
                     self._fill(part, source, lane)
-                elif not lane.send(
-                    part.pieces, part.nbytes, source, self._deadline, self._stop.is_set
-                ):
+                elif not lane.send(chunk, part.nbytes, source, self._deadline, self._stop.is_set):
                     return False
             except StoreError:
                 if last:
@@ -366,12 +367,12 @@ class _Streaming:
 
     def _checked_later(self, reader: ObjectReader) -> bool:
         """Whether checking here would cost more than it saves: the GPU checks what it holds."""
-        return self._after is not None and reader.local and not self._careful
+        return self._gpu and reader.local and not self._careful
 
     def _fill(self, part: _LaidOut, source: Source, lane: Lane) -> None:
         """Bring a chunk's bytes to their places in host memory."""
         combs = [tensor.comb for tensor in part.chunk.incoming]
-        for begin, nbytes, _ in part.pieces:
+        for begin, nbytes, _ in part.chunk.pieces(part.nbytes):
             places = (comb.solid(begin, nbytes) for comb in combs)
             place = next((place for place in places if place is not None), None)
             if place is not None:  # all of the piece belongs there
@@ -384,12 +385,11 @@ class _Streaming:
 
 
 class _LaidOut(NamedTuple):
-    """A chunk, who reads it, and its pieces of ``nbytes`` each."""
+    """A chunk, who reads it, and by slots of how many bytes."""
 
     chunk: Chunk
     reader: ObjectReader
     nbytes: int
-    pieces: Sequence[Piece]
 
 
 class _Checked:
