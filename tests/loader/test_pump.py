@@ -47,7 +47,7 @@ class HostGpu:
         self.batches: list[int] = []
         self.recorded: list[int] = []
         self.ended: list[int] = []
-        self.stopped: list[int] = []
+        self.synchronized: list[int] = []
         self.fail_at = -1
         self.query_fails = False
         self.busy = busy
@@ -114,6 +114,11 @@ class HostGpu:
             free=lambda: None,
         )
 
+    def synchronize(self, stream: int) -> int:
+        """Wait for all that was begun."""
+        self.synchronized.append(stream)
+        return max(map(self._query, list(self._marked)), default=0)
+
     def _query(self, event: int) -> int:
         if self.query_fails:
             return FAILED
@@ -157,13 +162,9 @@ def linked(gpu: HostGpu) -> Iterator[Link]:
     def mark() -> SimpleNamespace:
         return SimpleNamespace(event=ctypes.c_void_p(next(events)), free=lambda: None)
 
-    def synchronize(stream: int) -> int:
-        gpu.stopped.append(stream)
-        return 0
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dma, "Mark", mark)
-        patch.setattr(driver, "waiting", lambda: SimpleNamespace(cuStreamSynchronize=synchronize))
+        patch.setattr(driver, "waiting", lambda: SimpleNamespace(cuStreamSynchronize=gpu.synchronize))
         link = Link(pump.library(), gpu.functions, STREAM)
         try:
             yield link
@@ -265,9 +266,9 @@ def test_an_error_of_the_driver_is_told(link, gpu, tmp_path):
             sender.pump((fd, 0), 0, -1)
         with pytest.raises(WarmcastError, match="error 700"):
             link.begin(Deadline.after(30))
-        assert gpu.stopped == []
+        assert gpu.synchronized == []
     # What was begun has ended before the slots are others'.
-    assert gpu.stopped == [STREAM]
+    assert gpu.synchronized == [STREAM]
     assert len(gpu.recorded) == 2
     os.close(fd)
 
@@ -281,7 +282,7 @@ def test_an_error_of_a_copy_that_was_begun_is_told(library, tmp_path):
         sender.load(whole(target))
         with pytest.raises(WarmcastError, match="error 700"):
             sender.pump((fd, 0), 0, -1)
-    assert gpu.stopped == [STREAM]
+    assert gpu.synchronized == [STREAM]
     os.close(fd)
 
 
@@ -449,7 +450,7 @@ class Host:
         return self.lane.send(self.chunk, SLOT, source, limit, stop)
 
     def came(self) -> bytes:
-        self.lane.settle()
+        self.lane.link.reach(self.lane.mark(), Deadline.after(30))
         return self.target.numpy().tobytes()
 
     def close(self) -> None:

@@ -261,10 +261,27 @@ def _try(kernels: _Kernels, numbers: Tensor) -> None:
 
 def _constants() -> list[int]:
     """What the kernels read: look-up tables, the lanes' powers of x, x**(2**i)."""
-    row, group = power_of_x(8 * _ROW), power_of_x(128)
-    # The product with x**(8 * ROW) of every byte of a 32-bit state, lowest byte first.
-    tables = [multiply(row, byte << shift) for shift in (0, 8, 16, 24) for byte in range(256)]
+    group = _products(power_of_x(128))
     lanes = [power_of_x(0)]
     for _ in range(_LANES - 1):
-        lanes.append(multiply(group, lanes[-1]))
+        power = lanes[-1]
+        lanes.append(
+            group[power & 0xFF]
+            ^ group[0x100 + (power >> 8 & 0xFF)]
+            ^ group[0x200 + (power >> 16 & 0xFF)]
+            ^ group[0x300 + (power >> 24)]
+        )
+    tables = _products(power_of_x(8 * _ROW))
     return [*tables, *reversed(lanes), *(power_of_x(1 << i) for i in range(31))]
+
+
+def _products(factor: int) -> list[int]:
+    """The products with a factor of every byte of a 32-bit state, lowest byte first."""
+    products = []
+    for shift in (0, 8, 16, 24):
+        row = [0]
+        for bit in range(shift, shift + 8):
+            product = multiply(factor, 1 << bit)
+            row += [product ^ other for other in row]  # sums of what is there
+        products += row
+    return products

@@ -87,6 +87,10 @@ class Link:
     def begin(self, deadline: Deadline) -> None:
         """Everything does at once."""
 
+    def reach(self, mark: int, deadline: Deadline) -> None:
+        """Wait for all that was brought by anybody."""
+        check("cuStreamSynchronize", driver.waiting().cuStreamSynchronize(self._stream))
+
     def free(self) -> None:
         """There is nothing."""
 
@@ -123,6 +127,10 @@ class Sender:
     def pump(self, cached: tuple[int, int], sent: int, turn: int) -> tuple[int, int]:
         """Leave it to the caller."""
         return sent, turn
+
+    def mark(self) -> int:
+        """There is but one."""
+        return 0
 
     def settle(self) -> None:
         """Return when all copies from the slots have ended."""

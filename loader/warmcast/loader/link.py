@@ -36,6 +36,9 @@ class Sender(Protocol):
         Gives both as they are then; none may have been sent.
         """
 
+    def mark(self) -> int:
+        """What the link reaches when all that was brought so far has been copied."""
+
     def settle(self) -> None:
         """Return when all copies from the slots have ended, or will not be made."""
 
@@ -51,6 +54,9 @@ class Link(Protocol):
 
     def begin(self, deadline: Deadline) -> None:
         """Return when all that was brought so far stands in the stream."""
+
+    def reach(self, mark: int, deadline: Deadline) -> None:
+        """Return when all has been copied that a sender had brought when it gave the mark."""
 
     def free(self) -> None:
         """Give everything back; all senders are done."""

@@ -249,8 +249,8 @@ static void advance(struct link *link)
     } while (more);
 }
 
-/* Wait until a batch has ended. */
-static int wait(struct link *link, int64_t batch, int64_t until)
+/* Return when a batch has ended; or an error, LATE after a time. */
+int warmcast_link_wait(struct link *link, int64_t batch, int64_t until)
 {
     while (link->ended < batch) {
         if (link->error)
@@ -401,12 +401,6 @@ int warmcast_link_begin(struct link *link, int64_t until)
     return link->error;
 }
 
-/* Return when the last copy from a slot has ended; or an error, LATE after a time. */
-int warmcast_lane_wait(struct lane *lane, int64_t slot, int64_t until)
-{
-    return wait(lane->link, lane->batches[slot], until);
-}
-
 /* Have a slot's bytes copied to their places; an error, 0 if there is none. */
 int warmcast_lane_bring(struct lane *lane, int64_t slot, const struct copy *copies, int64_t count)
 {
@@ -423,7 +417,7 @@ int warmcast_lane_pump(struct lane *lane, int fd, int flags, int64_t until)
         int64_t turn = (lane->turn + 1) % lane->slot_count;
         int64_t left = lane->end - lane->at;
         size_t length = left < lane->slot_bytes ? left : lane->slot_bytes;
-        int error = wait(lane->link, lane->batches[turn], until);
+        int error = warmcast_link_wait(lane->link, lane->batches[turn], until);
         if (error)
             return error == LATE ? 0 : error;
         struct iovec vector = {lane->slots + turn * lane->slot_bytes, length};

@@ -88,6 +88,13 @@ class Link:
                 driver.check("copy to the GPU", error)
             deadline.check("waiting for the GPU")
 
+    def reach(self, mark: int, deadline: Deadline) -> None:
+        """Return when the batch of this number has been copied."""
+        while error := self.library.warmcast_link_wait(self.address, mark, _soon()):
+            if error != _LATE:
+                driver.check("copy to the GPU", error)
+            deadline.check("waiting for the GPU")
+
     def stop(self) -> None:
         """Have nothing more begun, and wait for what was."""
         self.library.warmcast_link_stop(self.address)
@@ -122,10 +129,7 @@ class Sender:
 
     def wait(self, slot: int, deadline: Deadline) -> None:
         """Return when the last copy from a slot has ended."""
-        while error := self._library.warmcast_lane_wait(self._here, slot, _soon()):
-            if error != _LATE:
-                driver.check("copy to the GPU", error)
-            deadline.check("waiting for the GPU")
+        self._link.reach(self._batches[slot], deadline)
 
     def bring(self, slot: int, copies: Sequence[Copy]) -> None:
         """Have a slot's bytes copied to their places."""
@@ -151,15 +155,17 @@ class Sender:
         driver.check("copy to the GPU", error)
         return lane.at - begin, lane.turn
 
+    def mark(self) -> int:
+        """The number of the last batch with anything from the slots."""
+        return max(self._batches)
+
     def settle(self) -> None:
         """Return when all copies from the slots have ended, or will not be made."""
-        for slot in range(self._lane.slot_count):
-            error = _LATE
-            while error == _LATE:
-                error = self._library.warmcast_lane_wait(self._here, slot, _soon())
-            if error:
-                self._link.stop()
-                return
+        error, last = _LATE, self.mark()
+        while error == _LATE:
+            error = self._library.warmcast_link_wait(self._link.address, last, _soon())
+        if error:
+            self._link.stop()
 
     def free(self) -> None:
         """There is nothing."""
@@ -195,7 +201,7 @@ def library() -> Any:
         ("link_single", None, pointer),
         ("link_stop", None, pointer),
         ("link_begin", ctypes.c_int, pointer, number),
-        ("lane_wait", ctypes.c_int, pointer, number, number),
+        ("link_wait", ctypes.c_int, pointer, number, number),
         ("lane_bring", ctypes.c_int, pointer, number, pointer, number),
         ("lane_pump", ctypes.c_int, pointer, ctypes.c_int, ctypes.c_int, number),
     ):

@@ -265,25 +265,32 @@ class _Streaming:
         """What a thread does; the first error is everybody's."""
         try:
             with current(self._device) if self._gpu else nullcontext():
+                brought: deque[tuple[Chunk, int]] = deque()
                 while parts:
-                    self._bring_all(parts, lane)
+                    for part in parts:
+                        if self._stop.is_set() or not self._bring(part, lane):
+                            return
+                        brought.append((part.chunk, lane.mark()))
+                        # Who is to be told of arrivals has to wait for the copies: for those of
+                        # the chunk before they have mostly ended.
+                        if self._arrived is None or len(brought) > 1:
+                            self._count(*brought.popleft())
                     parts = self._take(runs)
+                while brought:
+                    self._count(*brought.popleft())
         except BaseException as cause:  # noqa: BLE001  (raised in the thread that waits)
             self._failed.append(cause)
             self._stop.set()
 
-    def _bring_all(self, parts: Sequence[_LaidOut], lane: Lane) -> None:
-        for part in parts:
-            if self._stop.is_set() or not self._bring(part, lane):
-                return
-            with self._counting:
-                self._read += part.chunk.length
-            self._count(part.chunk, lane)
+    def _count(self, chunk: Chunk, mark: int) -> None:
+        """Count what has come of each tensor; one of which all has come is done with.
 
-    def _count(self, chunk: Chunk, lane: Lane) -> None:
-        """Count what has come of each tensor; one of which all has come is done with."""
-        if self._arrived is not None:
-            lane.settle()  # what was begun has to have ended before anybody is told of it
+        ``mark`` is behind the copies of the chunk.
+        """
+        if self._arrived is not None and self._link is not None:
+            self._link.reach(mark, self._deadline)
+        with self._counting:
+            self._read += chunk.length
         for tensor in chunk.incoming:
             came = tensor.came(chunk.begin, chunk.length)
             with self._counting:
