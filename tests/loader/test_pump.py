@@ -164,7 +164,9 @@ def linked(gpu: HostGpu) -> Iterator[Link]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dma, "Mark", mark)
-        patch.setattr(driver, "waiting", lambda: SimpleNamespace(cuStreamSynchronize=gpu.synchronize))
+        patch.setattr(
+            driver, "waiting", lambda: SimpleNamespace(cuStreamSynchronize=gpu.synchronize)
+        )
         link = Link(pump.library(), gpu.functions, STREAM)
         try:
             yield link

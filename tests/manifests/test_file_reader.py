@@ -105,6 +105,41 @@ def test_short_reads(tmp_path_factory, offset: int, length: int, most: int, past
         reader.close()
 
 
+def test_threads_that_ask_in_vain_together_find_the_file_at_hand_all_the_same(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is told that nothing can be asked for while another has just been told, and goes on."""
+    reader = store.reader("a", soon())
+    inner = bytearray(SIZE)
+
+    def refuse(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+        if not flags:
+            return preadv(fd, buffers, offset)
+        if not any(inner):
+            inner[:] = b"x" * SIZE
+            reader.read_into(0, memoryview(inner), soon())
+        raise OSError(errno.EOPNOTSUPP, "no")
+
+    monkeypatch.setattr(os, "preadv", refuse)
+    outer = bytearray(SIZE)
+    reader.read_into(0, memoryview(outer), soon())
+    assert inner == outer == CONTENT
+    assert reader.cached is not None
+    assert reader.cached[1] == 0
+    reader.close()
+
+
+@pytest.mark.parametrize("error", [errno.EOPNOTSUPP, errno.EAGAIN])
+def test_whether_a_file_system_can_be_asked_is_known_at_once(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    monkeypatch.setattr(os, "preadv", _only(lambda flags: flags == 0, error))
+    reader = store.reader("a", soon())
+    assert reader.cached is not None
+    assert reader.cached[1] == (0 if error == errno.EOPNOTSUPP else os.RWF_NOWAIT)
+    reader.close()
+
+
 def test_memory_that_is_not_aligned_is_read_past_the_cache_all_the_same(
     store: FileStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,6 +180,7 @@ def test_a_file_that_is_not_cached_is_hardly_asked_for(
     monkeypatch.setattr(disks.Disk, "past_the_cache", lambda _: way == "past")
     monkeypatch.setattr(os, "preadv", call)
     reader = store.reader("b", soon())
+    asked.clear()
     with mmap.mmap(-1, piece) as aligned:
         for number in range(pieces):
             reader.read_into(number * piece, memoryview(aligned), soon())

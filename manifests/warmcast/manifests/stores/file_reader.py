@@ -84,20 +84,19 @@ class FileReader:
         self._fd = fd
         self._where = where
         self._explain = explain
-        self._flags = getattr(os, "RWF_NOWAIT", 0)
+        self._flags = self._asked()
         self._direct = True  # as long as nothing speaks against it
         self._too_large = self.size > _memory_free()
-        # Without the flag this is memory, or a file system that has to be waited for anyhow.
-        self._at_hand = bool(self._flags) or not self._too_large
+        self._missed = False  # whether something was not in the cache
         self._meeting = threading.Lock()
-        self._met = False  # whether something was not in the cache
+        self._met = False
         self._disk: Disk | None = None
         self._stretches: weakref.WeakSet[_Stretch] = weakref.WeakSet()
 
     @property
     def cached(self) -> tuple[int, int] | None:
         """The descriptor and ``preadv``'s flags, as long as all was in the cache."""
-        return (self._fd, self._flags) if self._at_hand else None
+        return (self._fd, self._flags) if self._at_hand() else None
 
     def read_into(self, offset: int, buffer: memoryview, deadline: Deadline) -> None:
         """Fill ``buffer`` with the file's bytes from ``offset``.
@@ -105,16 +104,20 @@ class FileReader:
         Raises :class:`StoreError`, also if the file ends before.
         """
         nbytes, done = buffer.nbytes, 0
-        if self._at_hand and nbytes <= _PIECE:
+        if nbytes <= _PIECE and self._at_hand():
             # So far all was in the cache. Threads that stream come here tens of thousands of times
             # a second, and go on at the end of this.
+            if not self._flags:
+                deadline.check(f"reading {self._where}")
             try:
                 done = os.preadv(self._fd, (buffer,), offset, self._flags)
-            except OSError:  # what is the matter with it is found out below
-                done = 0
-            if done == nbytes:
-                return
-            self._at_hand = False
+            except OSError as cause:  # what else is the matter with it is found out below
+                if cause.errno not in _NO_NOWAIT:
+                    self._missed = True
+            else:
+                if done == nbytes:
+                    return
+                self._missed = True
         view = buffer.cast("B")
         while done < len(view):
             deadline.check(f"reading {self._where}")
@@ -137,6 +140,21 @@ class FileReader:
         os.close(self._fd)
         for stretch in list(self._stretches):
             stretch.close()
+
+    def _asked(self) -> int:
+        """The flag for reads that do not wait, if the file system takes it."""
+        flag = getattr(os, "RWF_NOWAIT", 0)
+        try:
+            if flag:
+                os.preadv(self._fd, (bytearray(1),), self.size, flag)  # nothing is there to read
+        except OSError as cause:
+            if cause.errno in _NO_NOWAIT:
+                return 0
+        return flag
+
+    def _at_hand(self) -> bool:
+        # Without the flag this is memory, or a file system that has to be waited for anyhow.
+        return not self._missed and (self._flags != 0 or not self._too_large)
 
     def _read(self, view: memoryview, offset: int) -> int:
         if not self._going_on(offset) and (count := self._cached(view[:_PIECE], offset)):
@@ -210,7 +228,6 @@ class FileReader:
             if cause.errno not in _NO_NOWAIT:
                 raise
             self._flags = 0  # a file system that always answers at once, or never can
-            self._at_hand = not self._too_large
             return 0
 
     def _past_the_cache(self, piece: memoryview, offset: int) -> int:
