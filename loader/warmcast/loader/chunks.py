@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -151,20 +152,47 @@ def chunks_of(
     Of a chunk that little is wanted of only that is read, unless ``careful``.
     """
     size = manifest.chunk_size
+    tangled = _tangled(incoming)
+    spread = [(tensor, _numbers(tensor, size)) for tensor in incoming if tensor.first < tensor.end]
     wanted: dict[tuple[str, int], _Wanted] = {}
-    for tensor in incoming:
-        if tensor.first == tensor.end:
-            continue
-        for number in range(tensor.first // size, -(-tensor.end // size)):
+    for tensor, numbers in spread:
+        for number in numbers if tensor.path in tangled else {numbers[0], numbers[-1]}:
             begin, end = max(tensor.first, number * size), min(tensor.end, (number + 1) * size)
             span = wanted.setdefault((tensor.path, number), _Wanted(begin, end))
             span.begin, span.end = min(span.begin, begin), max(span.end, end)
             span.incoming.append(tensor)
-    for (path, number), span in wanted.items():
-        file = manifest.file[path]
-        begin = number * size
-        length = min(size, file.size - begin)
-        if careful or span.end - span.begin > _PART * length:
-            yield Chunk(file, begin, length, file.chunks[number], span.incoming)
-        else:
-            yield Chunk(file, span.begin, span.end - span.begin, None, span.incoming)
+    for tensor, numbers in spread:
+        file = manifest.file[tensor.path]
+        for number in numbers:
+            begin = number * size
+            length = min(size, file.size - begin)
+            if number in (numbers[0], numbers[-1]) or tensor.path in tangled:
+                found = wanted.pop((tensor.path, number), None)
+                if found is None:  # it came for another
+                    continue
+            else:
+                found = _Wanted(begin, begin + length, [tensor])
+            if careful or found.end - found.begin > _PART * length:
+                yield Chunk(file, begin, length, file.chunks[number], found.incoming)
+            else:
+                yield Chunk(file, found.begin, found.end - found.begin, None, found.incoming)
+
+
+def _numbers(tensor: Incoming, size: int) -> range:
+    """The chunks of ``size`` bytes that a tensor lies in."""
+    return range(tensor.first // size, -(-tensor.end // size))
+
+
+def _tangled(incoming: Iterable[Incoming]) -> set[str]:
+    """The files of which some bytes belong to several tensors.
+
+    In others a chunk amid a tensor is nobody else's: there is no need to look at all tensors, and
+    at all their chunks, before the first can be read.
+    """
+    found: set[str] = set()
+    ends: dict[str, int] = {}
+    for tensor in sorted(incoming, key=attrgetter("path", "first")):
+        if tensor.first < min(tensor.end, ends.get(tensor.path, 0)):
+            found.add(tensor.path)
+        ends[tensor.path] = max(tensor.end, ends.get(tensor.path, 0))
+    return found
