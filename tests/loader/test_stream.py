@@ -221,6 +221,27 @@ def test_a_chunk_that_stays_wrong(origin, tmp_path):
     assert not [t for t in threading.enumerate() if t.name.startswith("warmcast-stream")]
 
 
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_thread_that_cannot_be_started_ends_the_stream(origin, monkeypatch, number):
+    """They start each other: whichever fails, all end, and the one who waits is told."""
+    data = bytes(range(200)) * 2000
+    manifest = put(origin, {"weight": ("U8", (len(data),), data)}, 4096, Mesh())
+    model = Bag({"weight": torch.empty(len(data), dtype=torch.uint8)})
+    plan = make_plan(collect(model), manifest, mesh=Mesh(), rank=0)
+    targets = Targets.allocate(plan, torch.device("cpu"))
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == f"warmcast-stream-{number}":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        stream(origin, manifest, targets, Staging(16 << 20), NEVER)
+    assert not [t for t in threading.enumerate() if t.name.startswith("warmcast-stream")]
+
+
 def test_a_blob_of_another_size_is_so_for_every_thread(origin):
     """Not only for the first that opens it."""
     data = bytes(range(200)) * 500

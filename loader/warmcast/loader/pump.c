@@ -25,10 +25,10 @@
 
 #define LAYOUT 2 /* of what follows: pump.py has the same */
 
-enum { HOST = 1, DEVICE = 2 }; /* CUmemorytype */
+enum { HOST = 1, DEVICE = 2 };               /* CUmemorytype */
+enum { IN_STREAM_ORDER = 1 };                /* CUmemcpySrcAccessOrder */
 enum { OUT_OF_MEMORY = 2, NOT_READY = 600 }; /* CUresult */
-enum { LATE = -1, STOPPED = -2 };
-enum { IN_STREAM_ORDER = 1 }; /* CUmemcpySrcAccessOrder */
+enum { LATE = -1, STOPPED = -2 };            /* as if they were */
 
 struct rows { /* CUDA_MEMCPY2D */
     size_t from_x, from_y;
@@ -73,17 +73,19 @@ struct batch {
     int64_t bytes;
 };
 
-enum { EVENTS = 4, UNDER_WAY = 3, ENOUGH = 8 << 20 }; /* batches, bytes */
+/* A batch of this many bytes is worth its gap, and so many of them leave the others time to gather
+ * the next. */
+enum { ENOUGH = 8 << 20, UNDER_WAY = 3, EVENTS = UNDER_WAY + 1 };
 
 /* One stream to a GPU, for all threads. Batches are numbered from 1. */
 struct link {
     struct gpu gpu;
     void *stream;
-    void *events[EVENTS]; /* of a batch: that of its number, modulo EVENTS */
+    void *events[EVENTS]; /* behind a batch: that of its number, modulo EVENTS */
     pthread_mutex_t gathering, beginning;
-    struct batch batches[2];           /* the one that gathers has number taken + 1 */
-    atomic_llong taken, begun, ended;  /* of batches: the last */
-    atomic_int error;                  /* the first */
+    struct batch batches[2];          /* the one that gathers has the number taken + 1 */
+    atomic_llong taken, begun, ended; /* the last batch of which that is so */
+    atomic_int error;                 /* the first */
 };
 
 /* Bytes of a file that go to one place: of each row, `pitch` bytes after the last, the first
@@ -100,7 +102,7 @@ struct lane {
     int64_t turn;     /* the slot that was used last */
     int64_t at, end;  /* of the file */
     struct comb *combs; /* sorted by their first bytes; none is empty */
-    int64_t comb_count, first_comb; /* that may have bytes from `at` on */
+    int64_t comb_count, first_comb; /* the first that may have bytes from `at` on */
 };
 
 static int64_t now(void)
@@ -189,7 +191,7 @@ static int copy_all(const struct link *link, const struct batch *batch)
 
 static void note_ended(struct link *link)
 {
-    while (link->ended < link->begun) {
+    while (!link->error && link->ended < link->begun) {
         int64_t next = link->ended + 1;
         int state = link->gpu.query(link->events[next % EVENTS]);
         if (state == NOT_READY)
