@@ -47,7 +47,9 @@ class Sender(Protocol):
 
 
 class Link(Protocol):
-    """What threads have in common."""
+    """What threads have in common; ``slot`` is the length of slots that is best for it."""
+
+    slot: int
 
     def sender(self, address: int, nbytes: int, slots: int, *, pinned: bool) -> Sender:
         """What one thread brings its bytes with, by slots of ``nbytes`` from an address on."""

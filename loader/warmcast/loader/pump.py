@@ -1,7 +1,7 @@
 """``pump.c``: a file's bytes from the page cache to a GPU, without the interpreter.
 
 It is built when Warmcast is installed, where there is a C compiler; without it Python does the
-same (see :mod:`dma`), nearly as fast where processors are not shared.
+same, copy by copy (see :mod:`dma`).
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ class Link:
     What they bring is copied in batches: a copy engine goes on at once in one, but needs some
     microseconds before the next.
     """
+
+    slot = 1 << 20  # with more those of all threads do not stay in the processor's cache
 
     def __init__(self, library: Any, gpu: Gpu, stream: int) -> None:
         self.library = library

@@ -40,14 +40,10 @@ from warmcast.manifests.errors import IntegrityError, StoreError, WarmcastError
 from warmcast.manifests.manifest import FileEntry, Manifest
 from warmcast.manifests.stores import ObjectReader
 
-_PIECE = 512 << 10
-"""Bytes of a slot; more, where a store is better asked for more.
-
-With more the slots of all threads do not stay in the processor's cache, where others use it, too.
+_PIECE = 4 << 20
+"""Bytes that are read at a time, unless the link or a store wants others; and those of the parts
+that a thread takes where it does not take whole chunks.
 """
-
-_CHUNK_PART = 4 << 20
-"""Bytes of a part, where a thread does not take whole chunks."""
 
 _RUN = 4
 """Chunks that a thread takes at a time, where there are many."""
@@ -179,6 +175,7 @@ class _Streaming:
         self._read = 0
         self._failed: list[BaseException] = []
         self._threads: list[threading.Thread] = []
+        self._piece = _PIECE
         self._most = 1  # threads
         self._runs: Iterator[Sequence[Chunk]] = iter(())
         self._stream: torch.cuda.Stream | None = None
@@ -193,8 +190,6 @@ class _Streaming:
 
     def run(self, chunks: Iterator[Chunk]) -> int:
         """Bring all chunks over; the bytes that were read."""
-        self._most = max(1, min(_threads(), self._staging.nbytes // _PIECE))
-        self._runs = self._shared_out(chunks, self._most)
         with ExitStack() as stack:
             if self._gpu:
                 stack.enter_context(current(self._device))
@@ -202,6 +197,9 @@ class _Streaming:
                 # What is there may still use the memory that the bytes go to.
                 self._stream.wait_stream(torch.cuda.current_stream())
                 self._link = stack.enter_context(linked(self._stream.cuda_stream))
+                self._piece = self._link.slot
+            self._most = max(1, min(_threads(), self._staging.nbytes // self._piece))
+            self._runs = self._shared_out(chunks, self._most)
             try:
                 self._start(0)
                 self._join()
@@ -256,8 +254,8 @@ class _Streaming:
             yield chunk
             return
         end = chunk.begin + chunk.length
-        for begin in range(chunk.begin, end, _CHUNK_PART):
-            length = min(_CHUNK_PART, end - begin)
+        for begin in range(chunk.begin, end, _PIECE):
+            length = min(_PIECE, end - begin)
             yield replace(chunk, begin=begin, length=length, crc32c=None)
 
     def _work(self, number: int) -> None:
@@ -349,7 +347,7 @@ class _Streaming:
             run = list(joined(run))
             readers = [self._blobs.reader(chunk.file, self._deadline) for chunk in run]
         return [
-            _LaidOut(chunk, reader, max(_PIECE, reader.step))
+            _LaidOut(chunk, reader, max(self._piece, reader.step))
             for chunk, reader in zip(run, readers, strict=True)
         ]
 
