@@ -251,20 +251,26 @@ static void advance(struct link *link)
     } while (more);
 }
 
-/* Return when a batch has ended; or an error, LATE after a time. */
-int warmcast_link_wait(struct link *link, int64_t batch, int64_t until)
+/* Return when a link has come to a batch in what it counts; or an error, LATE after a time. */
+static int reach(struct link *link, const atomic_llong *count, int64_t batch, int64_t until)
 {
-    while (link->ended < batch) {
+    while (*count < batch) {
         if (link->error)
             return link->error;
         advance(link);
-        if (link->ended >= batch)
+        if (*count >= batch)
             break;
         if (now() >= until)
             return LATE;
         nap();
     }
     return 0;
+}
+
+/* Return when a batch has ended; or an error, LATE after a time. */
+int warmcast_link_wait(struct link *link, int64_t batch, int64_t until)
+{
+    return reach(link, &link->ended, batch, until);
 }
 
 /* Add copies from a slot to the batch that gathers. */
@@ -392,15 +398,8 @@ int warmcast_link_begin(struct link *link, int64_t until)
     pthread_mutex_lock(&link->gathering);
     int64_t last = link->taken + (link->batches[link->taken % 2].bytes > 0);
     pthread_mutex_unlock(&link->gathering);
-    while (!link->error && link->begun < last) {
-        advance(link);
-        if (link->begun >= last)
-            break;
-        if (now() >= until)
-            return LATE;
-        nap();
-    }
-    return link->error;
+    int error = reach(link, &link->begun, last, until);
+    return error ? error : link->error;
 }
 
 /* Have a slot's bytes copied to their places; an error, 0 if there is none. */

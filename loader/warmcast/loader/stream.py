@@ -219,13 +219,14 @@ class _Streaming:
         if number < self._most:
             name = f"warmcast-stream-{number}"
             thread = threading.Thread(target=self._work, args=(number,), name=name)
-            thread.start()
             self._threads.append(thread)
+            thread.start()
 
     def _join(self) -> None:
-        """Wait for all threads: each is listed before the one that started it ends."""
+        """Wait for all threads: each is listed behind the one that started it."""
         for thread in self._threads:
-            thread.join()
+            if thread.ident is not None:  # it could be started
+                thread.join()
 
     def _shared_out(self, chunks: Iterator[Chunk], threads: int) -> Iterator[Sequence[Chunk]]:
         """What a thread takes at a time: a run of chunks, for a disk is best read in long runs.
