@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,8 +23,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed import HashStore
 
+from tests.loader.host_gpu import HostGpu, linked
 from warmcast.flows.run import deploy
-from warmcast.loader import Loader
+from warmcast.loader import Loader, pump
+from warmcast.loader.pump import Link
 from warmcast.loader.quorum import GlooGroup, Group
 from warmcast.manifests import Manifest
 from warmcast.manifests.deadline import Deadline
@@ -195,3 +199,34 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+@pytest.fixture(scope="session")
+def library() -> Any:
+    """The C library; only where there is no compiler a test may do without."""
+    found = pump.library()
+    if found is None and shutil.which(sysconfig.get_config_var("CC") or "cc") is None:
+        pytest.skip("no C compiler")
+    assert found is not None, "not built, or for another version: run python infra/native.py"
+    return found
+
+
+@pytest.fixture(scope="module")
+def time_enough() -> Iterator[None]:
+    """A call ends with its pieces, however busy the machine is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pump, "_SLICE", 600 * 10**9)
+        yield
+
+
+@pytest.fixture
+def gpu() -> HostGpu:
+    """One that is made of host memory."""
+    return HostGpu()
+
+
+@pytest.fixture
+def link(library: Any, gpu: HostGpu) -> Iterator[Link]:
+    """A link to that GPU, by C."""
+    with linked(gpu) as made:
+        yield made

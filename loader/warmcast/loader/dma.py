@@ -134,12 +134,8 @@ class Sender:
         """There is but one."""
         return 0
 
-    def settle(self) -> None:
+    def end(self) -> None:
         """Return when all copies from the slots have ended."""
         for mark in self._marks:
             mark.wait()
-
-    def free(self) -> None:
-        """Give the marks back."""
-        for mark in self._marks:
             mark.free()

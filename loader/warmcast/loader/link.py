@@ -39,11 +39,8 @@ class Sender(Protocol):
     def mark(self) -> int:
         """What the link reaches when all that was brought so far has been copied."""
 
-    def settle(self) -> None:
-        """Return when all copies from the slots have ended, or will not be made."""
-
-    def free(self) -> None:
-        """Give up the slots; nothing is copied from them any more."""
+    def end(self) -> None:
+        """Return when all copies from the slots have ended, or will not be made: they are free."""
 
 
 class Link(Protocol):
@@ -58,7 +55,10 @@ class Link(Protocol):
         """Return when all that was brought so far stands in the stream."""
 
     def reach(self, mark: int, deadline: Deadline) -> None:
-        """Return when all has been copied that a sender had brought when it gave the mark."""
+        """Return when all has been copied that a sender had brought when it gave the mark.
+
+        Until then what is brought to the same place may be copied before it.
+        """
 
     def free(self) -> None:
         """Give everything back; all senders are done."""

@@ -161,16 +161,13 @@ class Sender:
         """The number of the last batch with anything from the slots."""
         return max(self._batches)
 
-    def settle(self) -> None:
+    def end(self) -> None:
         """Return when all copies from the slots have ended, or will not be made."""
         error, last = _LATE, self.mark()
         while error == _LATE:
             error = self._library.warmcast_link_wait(self._link.address, last, _soon())
         if error:
             self._link.stop()
-
-    def free(self) -> None:
-        """There is nothing."""
 
 
 def link(stream: int) -> Link | None:

@@ -158,8 +158,7 @@ class Lane:
     def end(self) -> None:
         """Wait for all copies, and give the memory back."""
         if self._sender is not None:
-            self._sender.settle()
-            self._sender.free()
+            self._sender.end()
             self._sender = None
         for slot in self._slots:
             slot.view.release()

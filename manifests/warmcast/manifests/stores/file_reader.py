@@ -84,7 +84,7 @@ class FileReader:
         self._fd = fd
         self._where = where
         self._explain = explain
-        self._flags = self._asked()
+        self._flags = self._nowait()
         self._direct = True  # as long as nothing speaks against it
         self._too_large = self.size > _memory_free()
         self._missed = False  # whether something was not in the cache
@@ -141,7 +141,7 @@ class FileReader:
         for stretch in list(self._stretches):
             stretch.close()
 
-    def _asked(self) -> int:
+    def _nowait(self) -> int:
         """The flag for reads that do not wait, if the file system takes it."""
         flag = getattr(os, "RWF_NOWAIT", 0)
         try:
