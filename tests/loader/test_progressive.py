@@ -106,10 +106,11 @@ def test_nothing_runs_on_weights_that_are_not_there(loader, deployed, slow):
     x = torch.randn(8, 64)
     thread, out = run_beside(model, x)
     for _ in range(40):
-        assert not out
-        slow(1)
+        came = list(out)
         if mine._loaded[model][0].background._verified:
             break
+        assert not came
+        slow(1)
     slow(100)
     thread.join(30)
     assert torch.equal(out[0], right()(x))
@@ -134,10 +135,16 @@ def test_when_all_is_there_it_costs_nothing(loader, deployed):
 def test_a_wrong_byte_lets_no_output_out(loader, deployed, monkeypatch):
     mine = loader()
     model = skeleton(mine)
-    good = mine.load
-    monkeypatch.setattr("warmcast.loader.background.verify", _wrong)
-    report = good(model, deployed.ref, progressive=True)
+    loaded = threading.Event()
+
+    def wrong(pairs, deadline):
+        assert loaded.wait(30)
+        raise WeightVerificationError("first.weight has CRC32C 00000000, not 11111111")
+
+    monkeypatch.setattr("warmcast.loader.background.verify", wrong)
+    report = mine.load(model, deployed.ref, progressive=True)
     assert not report.verified
+    loaded.set()
     with pytest.raises(WeightVerificationError, match=r"first\.weight"):
         model(torch.randn(8, 64))
     with pytest.raises(WeightVerificationError):
@@ -148,10 +155,6 @@ def test_a_wrong_byte_lets_no_output_out(loader, deployed, monkeypatch):
     monkeypatch.undo()
     mine.load(model, deployed.ref)
     assert_same(model.state_dict(), right().state_dict())
-
-
-def _wrong(pairs, deadline):
-    raise WeightVerificationError("first.weight has CRC32C 00000000, not 11111111")
 
 
 def test_a_damaged_blob(loader, deployed):

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from warmcast.loader import goodbye
 from warmcast.loader.errors import without_frames
 from warmcast.loader.order import keep_order, known_order
 from warmcast.loader.plan import Targets
@@ -63,6 +64,7 @@ class Background:
     def start(self) -> None:
         """Begin."""
         self._thread.start()
+        goodbye.ended_at_exit(self)
 
     @property
     def arrived(self) -> int:
@@ -88,9 +90,17 @@ class Background:
         assert self._verified is not None  # noqa: S101  (the gate raises where it is)
         return self._verified
 
+    def stop(self) -> None:
+        """Have the load given up, if it still goes on; who waits is told."""
+        self._stop.set()
+
+    def join(self, deadline: Deadline) -> None:
+        """Wait until the load is over, or time is."""
+        self._thread.join(deadline.remaining())
+
     def cancel(self) -> None:
         """Give the load up if it still goes on, and let go of the model; who waits is told."""
-        self._stop.set()
+        self.stop()
         if self._thread.ident is not None:
             self._thread.join()
         self._guard.lift()

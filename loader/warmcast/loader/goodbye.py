@@ -1,8 +1,13 @@
-"""Giving up presence and leases when the process ends: at exit, and at SIGTERM.
+"""What has to happen before the process ends: at exit, and at SIGTERM.
 
-SIGTERM is how schedulers end a worker. Its handler withdraws first and then does what would have
-happened without us: the handler that stood before, or the end of the process. It is installed only
-in the main thread, where Python allows it; elsewhere presences expire within seconds.
+Presence and leases are given up. SIGTERM is how schedulers end a worker. Its handler withdraws
+first and then does what would have happened without us: the handler that stood before, or the end
+of the process. It is installed only in the main thread, where Python allows it; elsewhere presences
+expire within seconds.
+
+At exit, threads that call torch are ended. One that comes back from C++ when the interpreter is
+being torn down is unwound through frames that allow no unwinding (Python before 3.14): the process
+would abort, and its exit code be lost.
 """
 
 from __future__ import annotations
@@ -12,8 +17,14 @@ import os
 import signal
 import threading
 import weakref
+from functools import cache
 from types import FrameType
 from typing import Any, Protocol
+
+from warmcast.manifests.deadline import Deadline
+
+_PATIENCE = 3.0
+"""Seconds that leaving, and then the end of threads, may take."""
 
 
 class Leaver(Protocol):
@@ -23,17 +34,51 @@ class Leaver(Protocol):
         """Give it up now, within a second or so, whatever else is going on."""
 
 
+class Worker(Protocol):
+    """Something whose threads call torch."""
+
+    def stop(self) -> None:
+        """Have them end soon."""
+
+    def join(self, deadline: Deadline) -> None:
+        """Wait until they have, or time is over."""
+
+
 _leavers: weakref.WeakSet[Any] = weakref.WeakSet()
+_workers: weakref.WeakSet[Any] = weakref.WeakSet()
+_held: list[object] = []
 _before: list[Any] = []  # the handler that stood before ours, once ours is installed
 
 
 def on_exit(leaver: Leaver) -> None:
     """Have ``leaver.leave()`` called at exit and at SIGTERM, as long as it exists."""
-    if not _leavers:
-        atexit.register(_leave_all)
+    _at_exit()
     _leavers.add(leaver)
     if not _before and threading.current_thread() is threading.main_thread():
         _before.append(signal.signal(signal.SIGTERM, _terminated))
+
+
+def ended_at_exit(worker: Worker) -> None:
+    """Have the threads of ``worker`` ended at exit, as long as it exists."""
+    _at_exit()
+    _workers.add(worker)
+
+
+@cache
+def _at_exit() -> None:
+    atexit.register(_exit)
+
+
+def _exit() -> None:
+    # A thread that lets go of the last of them later would free tensors, which is a call of torch.
+    _held.extend([*_leavers, *_workers])
+    _leave_all()
+    workers = list(_workers)
+    for worker in workers:
+        worker.stop()
+    deadline = Deadline.after(_PATIENCE)
+    for worker in workers:
+        worker.join(deadline)
 
 
 def _leave_all() -> None:
@@ -45,7 +90,7 @@ def _terminated(number: int, frame: FrameType | None) -> None:
     # The interrupted thread may hold a lock that leaving needs; another thread does not.
     leaving = threading.Thread(target=_leave_all, name="warmcast-goodbye", daemon=True)
     leaving.start()
-    leaving.join(3.0)
+    leaving.join(_PATIENCE)
     before = _before[0]
     if callable(before):
         before(number, frame)

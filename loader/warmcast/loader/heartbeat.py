@@ -54,22 +54,26 @@ class Heartbeat:
             self.drop(name)
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                beats = dict(self._beats)
-                if not beats:
-                    self._thread = None
-                    return
-            for name, beat in beats.items():
-                try:
-                    kept = beat(Deadline.after(BEAT))
-                except (RegistryUnavailable, DeadlineExceeded) as cause:
-                    log.warning("%s not renewed: %s", name, cause)
-                    continue
-                if not kept:
-                    with self._changed:
-                        if self._beats.get(name) is beat:
-                            del self._beats[name]
+        while self._beat_all():
             with self._changed:
                 if self._beats:
                     self._changed.wait(BEAT)
+
+    def _beat_all(self) -> bool:
+        """One beat of each; whether there was any. Between the rounds the thread holds none."""
+        with self._changed:
+            beats = dict(self._beats)
+            if not beats:
+                self._thread = None
+                return False
+        for name, beat in beats.items():
+            try:
+                kept = beat(Deadline.after(BEAT))
+            except (RegistryUnavailable, DeadlineExceeded) as cause:
+                log.warning("%s not renewed: %s", name, cause)
+                continue
+            if not kept:
+                with self._changed:
+                    if self._beats.get(name) is beat:
+                        del self._beats[name]
+        return True

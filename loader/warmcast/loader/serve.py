@@ -85,6 +85,7 @@ class Sender:
         self._thread.start()
         # Not by way of the loader, which whoever made it may have let go of.
         goodbye.on_exit(self)
+        goodbye.ended_at_exit(self)
 
     def close(self) -> None:
         """Take the presence back at once, give transfers under way ``PARTING`` seconds, and end."""
@@ -92,12 +93,21 @@ class Sender:
         self._heartbeat.drop(self.name)
         if self._thread.is_alive():
             self._thread.join()
-        deadline = Deadline.after(PARTING)
-        for thread in list(self._transfers):
-            thread.join(deadline.remaining())
-        self._ending.set()
+        self.join(Deadline.after(PARTING))
+        self.stop()
         for thread in list(self._transfers):
             thread.join()
+
+    def stop(self) -> None:
+        """Answer nobody any more, and have transfers under way given up."""
+        self._closed.set()
+        self._ending.set()
+
+    def join(self, deadline: Deadline) -> None:
+        """Wait until no transfer is under way, or time is over."""
+        for thread in list(self._transfers):
+            if thread.ident is not None:  # it has begun
+                thread.join(deadline.remaining())
 
     def leave(self) -> None:
         """Take the presence back at once; the process is about to end."""

@@ -9,10 +9,37 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 from types import FrameType
+
+import torch
 
 from tests.loader.faults.worker import REF, build
 from warmcast.loader import Loader
+from warmcast.manifests.stores.file_reader import FileReader
+
+FIRST = 16 << 20
+"""Bytes of the file's first chunk, which holds the first layer."""
+
+
+def hold_back() -> threading.Event:
+    """Have threads at work in torch before they read what comes after the first layer: until the
+    event, and a bit longer.
+    """
+    told = threading.Event()
+    read = FileReader.read_into
+    square = torch.rand(1024, 1024)
+    torch.set_num_threads(1)
+
+    def held_back(reader: FileReader, offset: int, *rest: object) -> None:
+        if offset >= FIRST:
+            while not told.is_set():
+                torch.mm(square, square)
+            torch.mm(square, square)
+        read(reader, offset, *rest)
+
+    FileReader.read_into = held_back
+    return told
 
 
 def main(origin: str, registry: str, end: str) -> None:
@@ -29,11 +56,15 @@ def main(origin: str, registry: str, end: str) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with loader.skeleton():
         model = build()
-    loader.load(model, REF, deadline=20)
-    if end != "lease":
+    told = hold_back() if end == "progressive" else None
+    loader.load(model, REF, deadline=20, progressive=told is not None)
+    if end not in ("lease", "progressive"):
         loader.serve(model)
     print("ready", flush=True)
     sys.stdin.readline()
+    if told is not None:
+        told.set()
+        sys.exit(4)
     if end == "sys.exit":
         sys.exit(3)
     if end == "exception":

@@ -17,6 +17,7 @@ ENDS = {
     "return": (False, 0),
     "sys.exit": (False, 3),
     "exception": (False, 1),
+    "progressive": (False, 4),
     "lease": (True, -signal.SIGTERM),
     "default": (True, -signal.SIGTERM),
     "handler before": (True, 7),
@@ -83,16 +84,17 @@ def test_sigterm_ignored(scene: Scene):
         assert _held(scene.registry.url) == []
 
 
+@pytest.mark.parametrize("moment", ["begun", "receiving"])
 @pytest.mark.parametrize("end", ["return", "default"])
-def test_in_the_middle_of_a_transfer(scene: Scene, end: str):
+def test_in_the_middle_of_a_transfer(scene: Scene, end: str, moment: str):
     """The process ends as it would, not by what its threads were doing; the receiver falls back."""
     with _ending(scene, end, scene.registry.url) as process:
         _ready(process)
         receiver = scene.worker()
         before = receiver.survey()
-        receiver.halt_at("receiving")
+        receiver.halt_at(moment)
         receiver.begin(20)
-        receiver.halted("receiving")
+        receiver.halted(moment)
         if end == "default":
             process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(None if end == "default" else "\n", timeout=PROMPT)

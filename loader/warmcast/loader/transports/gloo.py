@@ -19,9 +19,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from warmcast.loader.errors import RegistryUnavailable, TransferFailed
-from warmcast.loader.registry import Registry, mailbox
+from warmcast.loader.registry import BEAT, mailbox
 from warmcast.loader.transports import Endpoint, Receiving, Sending, Span, Transfer
-from warmcast.manifests.deadline import Deadline
 
 _PIECE = 16 << 20
 _NO_PROGRESS = 10.0
@@ -73,7 +72,7 @@ class Gloo:
         yield Receiving("", receive)
 
     def _run(self, transfer: Transfer, rank: int, move: Callable[[Any, torch.Tensor], Any]) -> None:
-        store = _RegistryStore(transfer.registry, transfer.request, transfer.deadline)
+        store = _RegistryStore(transfer)
         try:
             pair = dist.ProcessGroupGloo(store, rank, 2, _options(transfer))
             for region in transfer.regions:
@@ -114,20 +113,23 @@ class _RegistryStore(Store):
     version, can end the process.
     """
 
-    def __init__(self, registry: Registry, request: str, deadline: Deadline) -> None:
+    def __init__(self, transfer: Transfer) -> None:
         super().__init__()
-        self._registry = registry
-        self._request = request
-        self._deadline = deadline.within(_NO_PROGRESS)
+        self._registry = transfer.registry
+        self._request = transfer.request
+        self._alive = transfer.alive
+        self._deadline = transfer.deadline.within(_NO_PROGRESS)
 
     def set(self, key: str, value: bytes | str) -> None:
         data = value.encode() if isinstance(value, str) else value
         self._registry.push(self._box(key), _seal(data) + data, self._deadline)
 
     def get(self, key: str) -> bytes:
-        value = self._registry.peek(self._box(key), self._deadline)
-        if value is None:
-            raise TransferFailed("gloo", expected="the peer's address in time", found="none")
+        box = self._box(key)
+        while (value := self._registry.peek(box, self._deadline.within(BEAT))) is None:
+            self._alive()
+            if self._deadline.expired:
+                raise TransferFailed("gloo", expected="the peer's address in time", found="none")
         data = value[_SEAL:]
         if value[:_SEAL] != _seal(data):
             raise TransferFailed(
