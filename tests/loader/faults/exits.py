@@ -10,6 +10,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType
 
 import torch
@@ -22,24 +23,31 @@ FIRST = 16 << 20
 """Bytes of the file's first chunk, which holds the first layer."""
 
 
-def hold_back() -> threading.Event:
-    """Have threads at work in torch before they read what comes after the first layer: until the
-    event, and a bit longer.
+class HoldBack:
+    """Lets what comes after the first layer be read only when it is told so, after long work of
+    torch's.
     """
-    told = threading.Event()
-    read = FileReader.read_into
-    square = torch.rand(1024, 1024)
-    torch.set_num_threads(1)
 
-    def held_back(reader: FileReader, offset: int, *rest: object) -> None:
-        if offset >= FIRST:
-            while not told.is_set():
+    def __init__(self) -> None:
+        self._told, self._working = threading.Event(), threading.Event()
+        FileReader.read_into = self._wait_and_read(FileReader.read_into)
+
+    def go_on(self) -> None:
+        """Return when a thread is at that work."""
+        self._told.set()
+        self._working.wait()
+
+    def _wait_and_read(self, read: Callable[..., None]) -> Callable[..., None]:
+        square = torch.rand(2048, 2048)
+
+        def wait_and_read(reader: FileReader, offset: int, *rest: object) -> None:
+            if offset >= FIRST:
+                self._told.wait()
+                self._working.set()
                 torch.mm(square, square)
-            torch.mm(square, square)
-        read(reader, offset, *rest)
+            read(reader, offset, *rest)
 
-    FileReader.read_into = held_back
-    return told
+        return wait_and_read
 
 
 def main(origin: str, registry: str, end: str) -> None:
@@ -56,14 +64,14 @@ def main(origin: str, registry: str, end: str) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with loader.skeleton():
         model = build()
-    told = hold_back() if end == "progressive" else None
-    loader.load(model, REF, deadline=20, progressive=told is not None)
+    held = HoldBack() if end == "progressive" else None
+    loader.load(model, REF, deadline=20, progressive=held is not None)
     if end not in ("lease", "progressive"):
         loader.serve(model)
     print("ready", flush=True)
     sys.stdin.readline()
-    if told is not None:
-        told.set()
+    if held is not None:
+        held.go_on()
         sys.exit(4)
     if end == "sys.exit":
         sys.exit(3)

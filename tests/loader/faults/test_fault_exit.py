@@ -84,8 +84,9 @@ def test_sigterm_ignored(scene: Scene):
         assert _held(scene.registry.url) == []
 
 
-@pytest.mark.parametrize("moment", ["begun", "receiving"])
-@pytest.mark.parametrize("end", ["return", "default"])
+@pytest.mark.parametrize(
+    ("end", "moment"), [("return", "receiving"), ("return", "begun"), ("default", "receiving")]
+)
 def test_in_the_middle_of_a_transfer(scene: Scene, end: str, moment: str):
     """The process ends as it would, not by what its threads were doing; the receiver falls back."""
     with _ending(scene, end, scene.registry.url) as process:
