@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 
 from tests.loader.models import Bag, assert_same
 from warmcast.loader.errors import WeightVerificationError
-from warmcast.manifests.errors import IntegrityError, StoreError
+from warmcast.manifests.errors import DeadlineExceeded, IntegrityError, StoreError
 from warmcast.manifests.identity import Mesh
 from warmcast.manifests.stores.file_reader import FileReader
 
@@ -95,6 +97,29 @@ def test_always_failing_says_what_failed(loader, publish, reads):
     reads(times(100, fail))
     with pytest.raises(StoreError, match="Input/output error"):
         loader().load(empty(), deployed.ref)
+
+
+def test_threads_that_fail_at_once_hold_no_memory(loader, publish, reads):
+    """The frames of an error hold slots, and errors that are kept are held by their frames."""
+    deployed = publish({f"{n:02}": torch.ones(1 << 20, dtype=torch.uint8) for n in range(31)})
+    both = threading.Barrier(2)  # one for each chunk
+
+    def late(offset: int, buffer: memoryview) -> None:
+        both.wait(30)
+        raise DeadlineExceeded("no time left while reading")
+
+    reads(late)
+    mine = loader()
+    gc.disable()
+    try:
+        with pytest.raises(DeadlineExceeded):
+            mine.load(
+                Bag({f"{n:02}": torch.empty(1 << 20, dtype=torch.uint8) for n in range(31)}),
+                deployed.ref,
+            )
+        mine.close()
+    finally:
+        gc.enable()
 
 
 def test_a_rank_reads_little_more_than_its_slice(loader, publish, reads, ranks):

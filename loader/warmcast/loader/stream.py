@@ -173,7 +173,7 @@ class _Streaming:
         self._stop = stop
         self._counting = threading.Lock()
         self._read = 0
-        self._failed: list[BaseException] = []
+        self._error: BaseException | None = None
         self._threads: list[threading.Thread] = []
         self._piece = _PIECE
         self._most = 1  # threads
@@ -208,8 +208,8 @@ class _Streaming:
                 raise
             finally:
                 self._join()
-        if self._failed:
-            raise self._failed[0]
+        if self._error is not None:
+            raise self._error
         if self._stop.is_set():
             raise WarmcastError("the load was given up")
         return self._read
@@ -271,7 +271,9 @@ class _Streaming:
                 with self._staging.lane(self._most, self._link) as lane:
                     self._bring_all(parts, lane)
         except BaseException as cause:  # noqa: BLE001  (raised in the thread that waits)
-            self._failed.append(cause)
+            # Any other would be held by its own frames, and they hold slots.
+            with self._counting:
+                self._error = self._error or cause
             self._stop.set()
 
     def _bring_all(self, parts: Sequence[_LaidOut], lane: Lane) -> None:

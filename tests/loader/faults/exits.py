@@ -24,8 +24,8 @@ FIRST = 16 << 20
 
 
 class HoldBack:
-    """Lets what comes after the first layer be read only when it is told so, after long work of
-    torch's.
+    """Lets what comes after the first layer be read only when it is told so, the first of it after
+    long work of torch's.
     """
 
     def __init__(self) -> None:
@@ -39,12 +39,14 @@ class HoldBack:
 
     def _wait_and_read(self, read: Callable[..., None]) -> Callable[..., None]:
         square = torch.rand(2048, 2048)
+        first = threading.Lock()
 
         def wait_and_read(reader: FileReader, offset: int, *rest: object) -> None:
             if offset >= FIRST:
                 self._told.wait()
-                self._working.set()
-                torch.mm(square, square)
+                if first.acquire(blocking=False):
+                    self._working.set()
+                    torch.mm(square, square)
             read(reader, offset, *rest)
 
         return wait_and_read
