@@ -208,6 +208,9 @@ class _Streaming:
                 raise
             finally:
                 self._join()
+                # A generator that has not come to its end holds us and all tensors, and we hold it:
+                # only Python's collector would free them, which counts objects and not their bytes.
+                self._runs = iter(())
         if self._error is not None:
             raise self._error
         if self._stop.is_set():
