@@ -34,7 +34,7 @@ class Leaver(Protocol):
         """Give it up now, within a second or so, whatever else is going on."""
 
 
-class Worker(Protocol):
+class Threaded(Protocol):
     """Something whose threads call torch."""
 
     def stop(self) -> None:
@@ -45,7 +45,7 @@ class Worker(Protocol):
 
 
 _leavers: weakref.WeakSet[Any] = weakref.WeakSet()
-_workers: weakref.WeakSet[Any] = weakref.WeakSet()
+_threaded: weakref.WeakSet[Any] = weakref.WeakSet()
 _held: list[object] = []
 _before: list[Any] = []  # the handler that stood before ours, once ours is installed
 
@@ -58,10 +58,10 @@ def on_exit(leaver: Leaver) -> None:
         _before.append(signal.signal(signal.SIGTERM, _terminated))
 
 
-def ended_at_exit(worker: Worker) -> None:
-    """Have the threads of ``worker`` ended at exit, as long as it exists."""
+def ended_at_exit(threaded: Threaded) -> None:
+    """Have the threads of ``threaded`` ended at exit, as long as it exists."""
     _at_exit()
-    _workers.add(worker)
+    _threaded.add(threaded)
 
 
 @cache
@@ -71,14 +71,14 @@ def _at_exit() -> None:
 
 def _exit() -> None:
     # A thread that lets go of the last of them later would free tensors, which is a call of torch.
-    _held.extend([*_leavers, *_workers])
+    _held.extend([*_leavers, *_threaded])
     _leave_all()
-    workers = list(_workers)
-    for worker in workers:
-        worker.stop()
+    ending = list(_threaded)
+    for threaded in ending:
+        threaded.stop()
     deadline = Deadline.after(_PATIENCE)
-    for worker in workers:
-        worker.join(deadline)
+    for threaded in ending:
+        threaded.join(deadline)
 
 
 def _leave_all() -> None:
