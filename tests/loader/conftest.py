@@ -124,9 +124,11 @@ def ranks() -> Ranks:
 
     def run(size: int, work: Callable[[int, Group], Any]) -> list[Any]:
         store = HashStore()
+        met = threading.Barrier(size)
 
         def one(rank: int) -> Any:
             group = GlooGroup(store, rank, size, Deadline.after(TIME))
+            met.wait(TIME)  # one that leaves while others still connect to it is lost to them
             try:
                 return work(rank, group)
             except Exception as cause:  # noqa: BLE001 - it is the result

@@ -167,9 +167,9 @@ def test_a_rank_that_goes_while_the_others_connect():
     """It has told its address, and then nobody is there; gloo alone would wait five times over."""
     store = HashStore()
     with ThreadPoolExecutor(2) as pool:
-        made = pool.map(lambda rank: GlooGroup(store, rank, 2, Deadline.after(20)), range(2))
-        for group in made:
-            group.close()
+        met = list(pool.map(lambda rank: GlooGroup(store, rank, 2, Deadline.after(20)), range(2)))
+    for group in met:
+        group.close()
     for rank in (0, 1):
         deadline = Deadline.after(1)
         with pytest.raises(GroupLost, match="2 ranks to meet"):
